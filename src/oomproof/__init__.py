@@ -1,0 +1,61 @@
+"""Keras training that does not run out of memory.
+
+Importing this imports no framework: each public name loads its room when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from oomproof._version import __version__
+from oomproof.errors import (
+    BackendError,
+    CannotFitError,
+    OomproofError,
+    RecoveryFailedError,
+    UnsupportedModelError,
+)
+from oomproof.records import Device, Event, Plan, Run, Verification
+
+if TYPE_CHECKING:
+    from oomproof.loops import gradients
+    from oomproof.training import fit, guard, unguard
+    from oomproof.verification import verify
+
+__all__ = [
+    "BackendError",
+    "CannotFitError",
+    "Device",
+    "Event",
+    "OomproofError",
+    "Plan",
+    "RecoveryFailedError",
+    "Run",
+    "UnsupportedModelError",
+    "Verification",
+    "__version__",
+    "fit",
+    "gradients",
+    "guard",
+    "unguard",
+    "verify",
+]
+
+_ROOMS = {
+    "fit": "oomproof.training",
+    "guard": "oomproof.training",
+    "unguard": "oomproof.training",
+    "gradients": "oomproof.loops",
+    "verify": "oomproof.verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return getattr(importlib.import_module(_ROOMS[name]), name)
+    raise AttributeError(f"module 'oomproof' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,140 @@
+"""What a backend must do, as protocols. The rest of oomproof sees frameworks only through these."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
+
+from oomproof.records import Device, Phase
+
+Data = Any
+Logs = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryUse:
+    """Bytes in use on the device now, and the peak since the last reset."""
+
+    current: int
+    peak: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortage:
+    """An out-of-memory error, boiled down so that the exception and its frames can be let go.
+
+    Attributes:
+        text: First line of the framework's message.
+        where: `"commit"` when the optimizer's update ran out, `"step"` otherwise.
+        needed: Bytes the whole program asked for, when the framework says so (XLA does).
+        error: The exception without its traceback, to be the cause of what we may raise.
+    """
+
+    text: str
+    where: Literal["step", "commit"]
+    needed: int | None
+    error: Exception
+
+
+class DeviceMemory(Protocol):
+    """The memory of the device the model trains on."""
+
+    def describe(self) -> Device: ...
+
+    def usage(self) -> MemoryUse | None:
+        """Current and peak use; `None` where the device cannot be measured."""
+
+    def reset_peak(self) -> None: ...
+
+    def release(self) -> None:
+        """Gives back what a failed step left behind. Called outside of any `except` block."""
+
+    def shortage(self, error: BaseException) -> Shortage | None:
+        """What ran out, or `None` when the error is not about device memory."""
+
+
+class Step(Protocol):
+    """The transactional step of one model. A call that raises has changed nothing.
+
+    `pieces` is into how many pieces the batch is cut. With `lean` the update is applied variable by variable.
+    `spec` is what the backend's own `install` passed along with the batch: how it wants the batch traced.
+    """
+
+    def prepare(self, data: Data, phase: Phase) -> None:
+        """Builds model, optimizer and metrics where they are not built yet."""
+
+    def batch_size(self, data: Data) -> int: ...
+
+    def sample_bytes(self, data: Data) -> int:
+        """Bytes of data in one sample, at least 1: what a piece needs grows with it."""
+
+    def splittable(self, data: Data) -> bool:
+        """Whether every tensor of the batch has the same number of samples, so that it can be cut."""
+
+    def train(self, data: Data, pieces: int, lean: bool, spec: Any) -> Logs: ...
+
+    def test(self, data: Data, pieces: int, spec: Any) -> Logs: ...
+
+    def predict(self, data: Data, pieces: int, spec: Any) -> Any: ...
+
+    def gradients(self, data: Data, pieces: int) -> tuple[float, list[Any]]:
+        """Loss and gradients as dense arrays, unscaled. Writes nothing."""
+
+    def probe(self, data: Data, samples: int, phase: Phase) -> None:
+        """Runs the first samples and throws the outcome away. Writes nothing."""
+
+    def equal_pieces_only(self) -> bool:
+        """Whether each piece size is compiled by itself, so that few sizes should be used."""
+
+    def caveats(self) -> tuple[str, ...]:
+        """What a split batch does not compute exactly as a whole one, in words."""
+
+    def notes(self) -> tuple[str, ...]:
+        """What is worth knowing about a split batch though it is exact, in words."""
+
+    def resident(self) -> dict[str, int]:
+        """Bytes that are on the device whatever the batch: weights, optimizer, gradients."""
+
+
+# Runs one logical batch: (phase, data, spec) -> what Keras expects back.
+RunBatch = Callable[[Phase, Data, Any], Any]
+
+
+class Backend(Protocol):
+    """One framework."""
+
+    name: str
+
+    def versions(self) -> dict[str, str]: ...
+
+    def memory(self) -> DeviceMemory: ...
+
+    def check_model(self, model: Any) -> None:
+        """Raises UnsupportedModelError for a model whose training cannot be taken over."""
+
+    def step(self, model: Any) -> Step: ...
+
+    def install(self, model: Any, run: RunBatch) -> Sequence[str]:
+        """Puts `run` where Keras looks for its train, test and predict functions; returns the phases it took."""
+
+    def uninstall(self, model: Any) -> None: ...
+
+    def batch_size_of(self, x: Any) -> int | None:
+        """The batch size `fit` will use for this data when none is given, or `None` when it is not known yet."""
+
+    def samples_in(self, data: Any) -> int: ...
+
+    def as_batch(self, x: Any, y: Any, sample_weight: Any) -> Data: ...
+
+    def part_of(self, data: Data, start: int, stop: int) -> Data: ...
+
+    def nothing_written(self, model: Any) -> AbstractContextManager[Any]:
+        """A scope in which the model can be called and no variable changes."""
+
+    def inside_graph(self) -> bool:
+        """Whether this code is being traced, so that errors cannot be caught when they happen."""
+
+    def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
+        """(loss, gradients) of the whole batch, with at most `micro` samples at a time."""

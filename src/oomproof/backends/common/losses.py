@@ -1,0 +1,112 @@
+"""The exact share of a piece in the loss of its batch.
+
+A Keras loss divides a sum S by a normaliser W: the number of elements, of valid elements under a mask, or the
+sum of weights. Over pieces the loss of the batch is Σ Sᵢ / Σ Wᵢ. So while a piece is traced, the reduction that
+all Keras losses share is replaced by one that divides the piece's S by the W of the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+from keras.src.losses import loss as keras_reduction
+
+
+class Reductions:
+    """Stands in for Keras's loss reduction while one piece is traced.
+
+    Args:
+        totals: Normaliser of the whole batch per loss, for those that need one, or `None` while they are being
+            counted.
+        share: Samples of the piece / samples of the batch.
+
+    Attributes:
+        values: Per loss, in the order Keras computes them, the piece's share of its value.
+        normalisers: Per loss, the piece's normaliser, where it does not follow from the number of samples.
+    """
+
+    def __init__(self, totals: Sequence[Any] | None, share: Any) -> None:
+        self._totals = totals
+        self._share = share
+        self.values: list[Any] = []
+        self.normalisers: list[Any] = []
+
+    def reduce(
+        self,
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        values = ops.convert_to_tensor(values, dtype=dtype)
+        total_elements = valid = None
+        if mask is not None:
+            mask = ops.cast(ops.convert_to_tensor(mask), values.dtype)
+            total_elements, valid = _count(mask, values.dtype), ops.sum(mask)
+        weight = _weight(sample_weight, mask, values.dtype)
+        if weight is not None:
+            values, weight = keras_reduction.squeeze_or_expand_to_same_rank(values, weight)
+            values = values * weight
+        total = ops.sum(values)
+        if reduction == "sum":
+            value = total
+        elif reduction == "mean_with_sample_weight" and weight is not None:
+            value = self._divide(total, ops.sum(weight))
+        elif valid is not None:
+            # Keras divides by the elements of the loss, scaled by valid / all elements of the mask.
+            value = self._divide(total, valid * (_count(values, values.dtype) / total_elements))
+        else:
+            # As many elements for every sample: the whole batch has count / share of them.
+            value = ops.divide_no_nan(total * ops.cast(self._share, values.dtype), _count(values, values.dtype))
+        self.values.append(value)
+        return value
+
+    def _divide(self, total: Any, normaliser: Any) -> Any:
+        index = len(self.normalisers)
+        self.normalisers.append(normaliser)
+        return total if self._totals is None else ops.divide_no_nan(total, self._totals[index])
+
+
+def _weight(sample_weight: Any, mask: Any, dtype: Any) -> Any:
+    if sample_weight is None:
+        return mask
+    sample_weight = ops.cast(ops.convert_to_tensor(sample_weight), dtype)
+    if mask is None:
+        return sample_weight
+    mask, sample_weight = keras_reduction.squeeze_or_expand_to_same_rank(mask, sample_weight)
+    return sample_weight * mask
+
+
+def _count(values: Any, dtype: Any) -> Any:
+    return ops.cast(ops.prod(ops.convert_to_tensor(ops.shape(values), dtype="int32")), dtype)
+
+
+@contextlib.contextmanager
+def replaced_by(reductions: Reductions) -> Iterator[None]:
+    """Puts a `Reductions` in the place of Keras's reduction."""
+    original = keras_reduction.reduce_weighted_values
+    keras_reduction.reduce_weighted_values = reductions.reduce
+    try:
+        yield
+    finally:
+        keras_reduction.reduce_weighted_values = original
+
+
+def added_loss_splits_as(whole: Any, first: Any, second: Any) -> str | None:
+    """How a loss given to `add_loss` behaves when a batch is cut in equal halves.
+
+    Returns:
+        `"mean"` when the whole is the mean of the halves, `"sum"` when it is their sum, `None` when neither.
+    """
+    whole, first, second = (float(keras.ops.convert_to_numpy(value)) for value in (whole, first, second))
+    scale = max(abs(whole), abs(first), abs(second), 1e-12)
+    if abs(whole - (first + second) / 2) <= 1e-4 * scale:
+        return "mean"
+    if abs(whole - (first + second)) <= 1e-4 * scale:
+        return "sum"
+    return None

@@ -1,0 +1,132 @@
+"""Facts about a Keras model that decide how its batches may be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras.src.backend.common import global_state
+
+from oomproof.errors import UnsupportedModelError
+
+# Functions of Keras that mix the samples of a batch unless they are told an axis.
+_MIXING = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
+
+_OWN_LOOP = """\
+{kind} has its own `{method}`, so oomproof cannot tell what a step of it computes and cannot take it over.
+Either put the loss into `compute_loss(self, x, y, y_pred, sample_weight, training=True)` and the metrics into
+`compute_metrics(...)`, and remove `{method}`; or keep it and take the gradients inside it from
+`oomproof.gradients(loss_fn, self.trainable_variables, data, micro_batch_size=...)`, without `guard`."""
+
+
+def check_has_no_own_step(model: Any) -> None:
+    """Raises UnsupportedModelError when the class of the model replaces Keras's training step."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"Expected a keras.Model. Received: model={model!r} (of type {type(model).__name__})")
+    if overrides(model, "train_step"):
+        raise UnsupportedModelError(_OWN_LOOP.format(kind=type(model).__name__, method="train_step"))
+
+
+def overrides(model: Any, method: str) -> bool:
+    """Whether the model's class, or the instance itself, replaces a method of `keras.Model`."""
+    return method in vars(model) or getattr(type(model), method) is not getattr(keras.Model, method)
+
+
+def layers(model: Any) -> Iterator[Any]:
+    """Every layer at any depth, the model itself first."""
+    yield from model._flatten_layers(include_self=True, recursive=True)
+
+
+def call(model: Any, x: Any, training: bool) -> Any:
+    """Calls the model as Keras's own steps do."""
+    return model(x, training=training) if model._call_has_training_arg else model(x)
+
+
+def unpack(data: Any) -> tuple[Any, Any, Any]:
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    return x, y, sample_weight
+
+
+def first_tensor(x: Any) -> Any:
+    """The tensor whose first dimension Keras takes for the batch size."""
+    return next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+
+
+def seed_variables(model: Any) -> list[Any]:
+    """States of the random generators. They advance with every draw, so pieces hand them on."""
+    # Layers that were given no seed and keep no generator draw from a global one.
+    shared = global_state.get_global_attribute("global_seed_generator")
+    found = [generator for layer in layers(model) for generator in getattr(layer, "_seed_generators", ())]
+    found += [shared] if shared is not None else []
+    return list({id(generator.state): generator.state for generator in found}.values())
+
+
+def statistics_layers(model: Any) -> list[Any]:
+    """Layers that normalise with statistics of the batch while training."""
+    return [layer for layer in layers(model) if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
+
+
+def tracker_variables(model: Any) -> list[Any]:
+    """Variables of the metrics that show losses. They are fed once a batch, with the loss of all of it."""
+    trackers = [model._loss_tracker, *(model._compile_loss.metrics if model._compile_loss is not None else ())]
+    return [variable for tracker in trackers if tracker is not None for variable in tracker.variables]
+
+
+def losses_stream(model: Any) -> bool:
+    """Whether the loss of the batch is a sum of shares that each piece can compute by itself.
+
+    Only Keras's own losses are trusted to be one: anything else is computed on the whole batch's predictions.
+    """
+    if overrides(model, "compute_loss") or model._compile_loss is None:
+        return False
+    flat = model._compile_loss._flat_losses
+    return flat is not None and all(_loss_streams(loss) for _, loss, _, _ in flat)
+
+
+def _loss_streams(loss: Any) -> bool:
+    if loss.reduction in (None, "none") or not _is_kerass(type(loss)):
+        return False
+    return _by_sample(getattr(loss, "fn", None), getattr(loss, "_fn_kwargs", {}))
+
+
+def mixing_losses(model: Any) -> list[str]:
+    """Names of the losses that are computed on the whole batch's predictions."""
+    if overrides(model, "compute_loss"):
+        return [f"{type(model).__name__}.compute_loss"]
+    flat = model._compile_loss._flat_losses if model._compile_loss is not None else None
+    return [loss.name for _, loss, _, _ in flat or () if not _loss_streams(loss)]
+
+
+def metrics_stream(model: Any) -> bool:
+    """Whether every metric adds up over pieces. Keras's own do; others get the whole batch's predictions."""
+    if overrides(model, "compute_metrics"):
+        return False
+    compiled = model._compile_metrics
+    return compiled is None or all(_metric_streams(metric) for metric in compiled.metrics)
+
+
+def _metric_streams(metric: Any) -> bool:
+    function = getattr(metric, "_fn", None)
+    if isinstance(function, keras.losses.Loss):
+        return False  # A mean over the piece it is given.
+    return _is_kerass(type(metric)) and _by_sample(function, getattr(metric, "_fn_kwargs", {}))
+
+
+def _by_sample(function: Any, options: dict[str, Any]) -> bool:
+    """Whether a function of targets and predictions is known to treat each sample by itself."""
+    if function is None:
+        return True
+    axis = options.get("axis", None if function in _MIXING else -1)
+    axes = axis if isinstance(axis, list | tuple) else [axis]
+    # Counted from the end, an axis before the last may be that of the samples.
+    return _is_kerass(function) and all(a is not None and (a == -1 or a > 0) for a in axes)
+
+
+def _is_kerass(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).startswith("keras.src.")
+
+
+def fixed_regularisers(model: Any) -> list[Any]:
+    """Weights with a regulariser: their penalty counts once a batch, however many pieces it has."""
+    return [variable for variable in model.trainable_weights if variable.regularizer is not None]

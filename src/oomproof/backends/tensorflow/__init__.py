@@ -1,0 +1,166 @@
+"""TensorFlow, and how Keras calls a step on it.
+
+Keras hands its train and test functions an iterator, its predict function a list of batches, and the `*_on_batch`
+methods a generator. A batch is pulled here, before the step, so that a step that fails has its batch still.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import tree
+
+from oomproof._version import __version__
+from oomproof.backends.base import RunBatch
+from oomproof.backends.common.model import check_has_no_own_step, overrides
+from oomproof.backends.tensorflow.device import TensorFlowMemory
+from oomproof.backends.tensorflow.gradients import full_batch_gradients
+from oomproof.backends.tensorflow.pieces import take
+from oomproof.backends.tensorflow.step import TensorFlowStep
+from oomproof.backends.tensorflow.writes import PendingWrites
+from oomproof.errors import UnsupportedModelError
+from oomproof.records import Phase
+
+_FUNCTIONS: dict[Phase, str] = {"train": "train_function", "test": "test_function", "predict": "predict_function"}
+
+
+# Asked for in every step and slow to compute.
+_specs: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_same_specs: dict[str, Any] = {}
+
+
+class TensorFlowBackend:
+    name = "tensorflow"
+
+    def versions(self) -> dict[str, str]:
+        return {"oomproof": __version__, "keras": keras.__version__, "tensorflow": tf.__version__}
+
+    def memory(self) -> TensorFlowMemory:
+        return TensorFlowMemory()
+
+    def check_model(self, model: Any) -> None:
+        check_has_no_own_step(model)
+        strategy = model._distribute_strategy
+        if strategy is not None or tf.distribute.has_strategy():
+            name = type(strategy or tf.distribute.get_strategy()).__name__
+            raise UnsupportedModelError(
+                f"The model belongs to a tf.distribute strategy ({name}). oomproof does not support training on "
+                "several devices yet, and would give wrong results. Build and guard the model outside of "
+                "`strategy.scope()` to train on one device."
+            )
+
+    def step(self, model: Any) -> TensorFlowStep:
+        return TensorFlowStep(model)
+
+    def install(self, model: Any, run: RunBatch) -> Sequence[str]:
+        taken = []
+        for phase, function in _FUNCTIONS.items():
+            # A step of the user's own is left to Keras; only train_step is refused (check_model).
+            if not overrides(model, f"{phase}_step"):
+                adapter = _on_list if phase == "predict" else _on_iterator
+                object.__setattr__(model, function, functools.partial(adapter, model, run, phase))
+                taken.append(phase)
+        return taken
+
+    def uninstall(self, model: Any) -> None:
+        for function in _FUNCTIONS.values():
+            if isinstance(getattr(model, function, None), functools.partial):
+                object.__setattr__(model, function, None)
+
+    def batch_size_of(self, x: Any) -> int | None:
+        if isinstance(x, tf.data.Dataset):
+            leaf = next(iter(tree.flatten(x.element_spec)), None)
+            return leaf.shape[0] if leaf is not None and leaf.shape.rank else None
+        if all(hasattr(leaf, "shape") for leaf in tree.flatten(x)) and not hasattr(x, "__next__"):
+            return 32  # What Keras takes for arrays.
+        return None
+
+    def samples_in(self, data: Any) -> int:
+        leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
+        sizes = {len(leaf) if not tf.is_tensor(leaf) else leaf.shape[0] for leaf in leaves if len(leaf.shape)}
+        if len(sizes) != 1 or None in sizes or any(len(leaf.shape) == 0 for leaf in leaves):
+            raise ValueError(
+                "Expected every tensor in `data` to have the same known number of samples in its first dimension. "
+                f"Received shapes: {[tuple(leaf.shape) for leaf in leaves]}"
+            )
+        return int(sizes.pop())
+
+    def as_batch(self, x: Any, y: Any, sample_weight: Any) -> Any:
+        return tree.map_structure(_as_tensor, (x, y, sample_weight))
+
+    def part_of(self, data: Any, start: int, stop: int) -> Any:
+        return take(data, start, stop - start)
+
+    def nothing_written(self, model: Any) -> PendingWrites:
+        return PendingWrites(model.trainable_variables)
+
+    def inside_graph(self) -> bool:
+        return not tf.executing_eagerly()
+
+    def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
+        return full_batch_gradients(loss_fn, variables, data, micro)
+
+
+def _on_iterator(model: Any, run: RunBatch, phase: Phase, iterator: Iterator[Any]) -> Any:
+    logs = None
+    spec = _spec_of(iterator)
+    for done in range(model.steps_per_execution):
+        try:
+            data = _pull(iterator)
+        except StopIteration:
+            if done == 0:
+                raise
+            break
+        logs = run(phase, data, spec)
+    return logs
+
+
+def _pull(iterator: Iterator[Any]) -> Any:
+    try:
+        data = next(iterator)
+    except StopIteration:
+        raise
+    except Exception as error:
+        error.add_note(
+            "oomproof: this was raised while the next batch was read from the data, not by a training step; "
+            "the model is as it was after the last finished batch."
+        )
+        raise
+    return tree.map_structure(_as_tensor, data)
+
+
+def _on_list(model: Any, run: RunBatch, phase: Phase, batches: Sequence[Any]) -> Any:
+    outputs = [run(phase, tree.map_structure(_as_tensor, batch), None) for batch in batches]
+    if len(outputs) == 1:
+        return outputs[0]
+    return tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *outputs)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """Data as a graph takes it. Keras marks a part that is not there with an empty Optional."""
+    if leaf is None or isinstance(leaf, tf.experimental.Optional):
+        return None
+    return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+
+
+def _spec_of(iterator: Iterator[Any]) -> Any:
+    """How Keras traces what the iterator yields: with sizes that may change left open."""
+    if not isinstance(iterator, tf.data.Iterator):
+        return None
+    if iterator not in _specs:
+        spec = tree.map_structure(
+            lambda leaf: None if leaf is None or isinstance(leaf, tf.OptionalSpec) else leaf, iterator.element_spec
+        )
+        # Every epoch has a new iterator: one object for all specs that are the same.
+        _specs[iterator] = _same_specs.setdefault(repr(spec), spec)
+    return _specs[iterator]
+
+
+@functools.cache
+def backend() -> TensorFlowBackend:
+    return TensorFlowBackend()

@@ -1,0 +1,71 @@
+"""The lean commit: for models whose new values do not fit on the device beside the old ones.
+
+Keras's optimizer runs as it is, op by op and in place. Before it does, every variable it may write is copied to
+the host, so that a failure, or Ctrl-C, in the middle is undone.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from oomproof.backends.tensorflow.writes import COMMIT_SCOPE
+
+_RESTORED_AT_ONCE = 2**20
+
+
+def commit_leanly(
+    model: Any, gradients: Sequence[Any], pending_variables: Sequence[Any], pending: Sequence[Any]
+) -> None:
+    """Applies the gradients and the pending writes; if anything fails, puts everything back and raises."""
+    optimizer = model.optimizer
+    variables = [*pending_variables, *(model.trainable_variables if gradients else ())]
+    if gradients:
+        variables += optimizer.variables
+    journal: list[tuple[tf.Variable, np.ndarray[Any, Any]]] = []
+    try:
+        for variable in variables:
+            # np.array around it: on the CPU .numpy() alone may share the variable's memory.
+            journal.append((variable._value, np.array(variable._value.numpy())))
+        if gradients:
+            with tf.name_scope(COMMIT_SCOPE):
+                optimizer.apply(list(gradients), list(model.trainable_weights))
+        for variable, value in zip(pending_variables, pending, strict=True):
+            variable.assign(value)
+    except BaseException as error:
+        # The frames of the failed update hold its tensors, and with them the memory that undoing it may need.
+        traceback.clear_frames(error.__traceback__)
+        _put_back(journal)
+        if isinstance(error, tf.errors.ResourceExhaustedError):
+            # Run eagerly, ops have no names: say in the error itself where it happened.
+            raise tf.errors.ResourceExhaustedError(None, None, f"{error.message} [in {COMMIT_SCOPE}]") from None
+        raise
+
+
+def _put_back(journal: Sequence[tuple[tf.Variable, np.ndarray[Any, Any]]]) -> None:
+    """Restores what has changed. What the update did not reach is left alone: that needs no memory."""
+    for variable, value in journal:
+        if variable.numpy().tobytes() == value.tobytes():
+            continue
+        try:
+            variable.assign(value)
+        except tf.errors.ResourceExhaustedError:
+            _overwrite(variable, value)
+
+
+def _overwrite(variable: tf.Variable, value: np.ndarray[Any, Any]) -> None:
+    """Restores a value in place, in slices, where there is no room for a second copy.
+
+    Not with `variable[a:b].assign`, which reads the whole variable first. A last resort: TensorFlow copies a
+    variable that was ever written in slices whenever it is read.
+    """
+    rows = max(1, _RESTORED_AT_ONCE * len(value) // value.nbytes)
+    for start in range(0, len(value), rows):
+        piece = value[start : start + rows]
+        tf.raw_ops.ResourceStridedSliceAssign(
+            ref=variable.handle, begin=[start], end=[start + len(piece)], strides=[1], value=piece
+        )

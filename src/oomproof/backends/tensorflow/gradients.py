@@ -1,0 +1,134 @@
+"""Exact loss and gradients of a full batch, in pieces, for loops that are not Keras's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import tree
+
+from oomproof.backends.tensorflow.pieces import Outcome, batch_leaves, over_pieces, size_of, take
+from oomproof.backends.tensorflow.writes import PendingWrites, after
+
+# Programs of loss functions that are tf.functions, so that a loop compiles each of them once.
+_programs: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+
+
+def full_batch_gradients(
+    loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro_batch_size: int | None
+) -> tuple[Any, list[Any]]:
+    """See `oomproof.gradients`. Inside of a tf.function it becomes part of its graph."""
+    data = tree.map_structure(lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), data)
+    size = size_of(batch_leaves(data)[0])
+    # Inside of a graph the number of samples may be unknown: then so is the number of pieces.
+    pieces = 1 if micro_batch_size is None else -(-size // micro_batch_size)
+    python_function = getattr(loss_fn, "python_function", None)
+    if python_function is None:
+        return _compute(loss_fn, variables, data, pieces)
+    known = _programs.setdefault(loss_fn, {})
+    key = tuple(id(variable) for variable in variables)
+    if key not in known:
+        known[key] = tf.function(
+            lambda data, count: _compute(python_function, variables, data, count),
+            reduce_retracing=True,
+            autograph=False,
+        )
+    loss, gradients = known[key](data, tf.cast(pieces, tf.int64))
+    return loss, gradients
+
+
+def _compute(loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, pieces: Any) -> tuple[Any, list[Any]]:
+    tracked = [variable for variable in variables if isinstance(variable, keras.Variable)]
+    values = [variable._value if isinstance(variable, keras.Variable) else variable for variable in variables]
+    batch_size = size_of(batch_leaves(data)[0])
+    carried = _counters(loss_fn, tracked, data)
+    kinds: list[bool] = []
+    written: list[tuple[Any, Any]] = []
+
+    def piece(start: Any, size: Any, state: list[Any]) -> Outcome:
+        scope = PendingWrites(tracked, list(zip(carried, state, strict=True)))
+        with scope, tf.GradientTape() as tape:
+            tape.watch(values)
+            total, normaliser = _sum_and_normaliser(_call(loss_fn, take(data, start, size)))
+        found = tape.gradient(total, values)
+        for gradient, variable in zip(found, values, strict=True):
+            if isinstance(gradient, tf.Tensor):
+                gradient.set_shape(variable.shape)
+        kinds[:] = [isinstance(g, tf.IndexedSlices) for g in found]
+        share = tf.cast(size, tf.float64) / tf.cast(batch_size, tf.float64)
+        handed_on = {id(variable) for variable in carried}
+        pending = [(variable, value) for variable, value in scope.pending() if id(variable) not in handed_on]
+        written[:] = [(variable, value.dtype) for variable, value in pending]
+        return Outcome(
+            state=[scope.get_current_value(variable) for variable in carried],
+            sums=[
+                total,
+                tf.cast(normaliser, total.dtype),
+                *(tf.cast(value, tf.float64) * share for _, value in pending),
+                *(g for g in found if not isinstance(g, tf.IndexedSlices)),
+            ],
+            slices=[g for g in found if isinstance(g, tf.IndexedSlices)],
+        )
+
+    start = [tf.convert_to_tensor(variable.value) for variable in carried]
+    outcome = over_pieces(piece, batch_size, pieces, start, static=False)
+    sums, rows = iter(outcome.sums), iter(outcome.slices)
+    total, normaliser = next(sums), next(sums)
+    updates = [(variable, tf.cast(next(sums), dtype)) for variable, dtype in written]
+    updates += zip(carried, outcome.state, strict=True)
+    gradients = [
+        _divided(next(rows) if sparse else next(sums), normaliser, variable)
+        for variable, sparse in zip(values, kinds, strict=True)
+    ]
+    with after([total, *(value for _, value in updates)]):
+        for variable, value in updates:
+            variable.assign(value)
+    return tf.math.divide_no_nan(total, normaliser), gradients
+
+
+def _call(loss_fn: Callable[..., Any], data: Any) -> Any:
+    return loss_fn(*data) if isinstance(data, tuple) else loss_fn(data)
+
+
+def _counters(loss_fn: Callable[..., Any], tracked: Sequence[Any], data: Any) -> list[Any]:
+    """Integer state that the loss function writes, such as random seeds: each piece goes on from the one before."""
+    scope = PendingWrites(tracked)
+    try:
+        with tf.__internal__.FuncGraph("state_of_loss_fn").as_default(), scope:
+            _call(loss_fn, take(data, 0, 1))
+    except Exception:
+        # Code that only runs eagerly cannot be looked at this way; its state is averaged like any other.
+        return []
+    return [variable for variable, value in scope.pending() if value.dtype.is_integer]
+
+
+def _divided(gradient: Any, normaliser: Any, variable: Any) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        scaled = tf.math.divide_no_nan(gradient.values, tf.cast(normaliser, gradient.dtype))
+        shape = tf.constant(tuple(variable.shape), gradient.indices.dtype)
+        return tf.IndexedSlices(scaled, gradient.indices, shape)
+    return tf.math.divide_no_nan(gradient, tf.cast(normaliser, gradient.dtype))
+
+
+def _sum_and_normaliser(result: Any) -> tuple[Any, Any]:
+    if isinstance(result, tuple | list):
+        if len(result) != 2:
+            raise ValueError(
+                "Expected `loss_fn` to return a loss per sample or (sum, normaliser). "
+                f"Received: a {type(result).__name__} of {len(result)}"
+            )
+        total, normaliser = result
+        return tf.reduce_sum(total), normaliser
+    per_sample = tf.convert_to_tensor(result)
+    if per_sample.shape.rank == 0:
+        raise ValueError(
+            "Expected `loss_fn` to return a loss for each sample, or (sum, normaliser). Received: a scalar. "
+            "A mean cannot be put together from the means of pieces: return it before it is reduced."
+        )
+    # As many elements for each sample, so the number of elements is the normaliser of a mean.
+    return tf.reduce_sum(per_sample), tf.size(per_sample)

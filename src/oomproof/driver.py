@@ -1,0 +1,438 @@
+"""Runs logical batches, whatever the memory does: plan, try, and on a shortage try the same batch smaller.
+
+Framework-free: it knows a backend's step and device memory only through their protocols.
+
+What a piece needs is counted against its volume, the bytes of its samples, rather than their number: batches of
+sequences padded to different lengths then share what was learned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from oomproof.backends.base import DeviceMemory, Shortage, Step
+from oomproof.errors import BackendError, CannotFitError, RecoveryFailedError
+from oomproof.journal import Journal, listed, reason
+from oomproof.records import EventKind, Phase, Plan, Run
+from oomproof.step import recover
+from oomproof.step.recover import Evidence
+from oomproof.step.split import largest_piece, piece_count
+from oomproof.units import format_bytes
+
+# Small steps that may be run to learn what a larger one needs; under XLA each of them is a compile.
+_PROBES = 8
+_COMPILED_PROBES = 3
+# An allocator that is nearly full waits for memory instead of failing. TensorFlow's waits ten seconds.
+_STALL_SECONDS = 8.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the user asked for.
+
+    Attributes:
+        budget: Bytes not to be exceeded, or `None` for what the device has.
+        micro_batch_size: Samples to run at a time at most, or `None` to choose.
+        exact_only: Refuse to split where the result would not be exactly the same.
+        start: The plan to begin with.
+    """
+
+    budget: int | None = None
+    micro_batch_size: int | None = None
+    exact_only: bool = False
+    start: Plan | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A logical batch: `size` samples of `unit` bytes each."""
+
+    phase: Phase
+    data: Any
+    spec: Any
+    size: int
+    unit: int
+
+    def volume(self, pieces: int) -> int:
+        return largest_piece(self.size, pieces) * self.unit
+
+
+@dataclasses.dataclass
+class Sizing:
+    """What is known of one phase, and the volume a piece may have at most (`None`: no limit yet)."""
+
+    evidence: Evidence = dataclasses.field(default_factory=Evidence)
+    volume: int | None = None
+    may_grow: bool = False
+    quickest: dict[int, float] = dataclasses.field(default_factory=dict)
+
+
+class Driver:
+    """The state of one guarded model: how large pieces are, what was measured, what happened."""
+
+    def __init__(self, step: Step, memory: DeviceMemory, settings: Settings) -> None:
+        self.step = step
+        self.memory = memory
+        self.settings = settings
+        self.journal = Journal()
+        self.last_error: Exception | None = None
+        self._device = memory.describe()
+        self._limit = settings.budget if settings.budget is not None else self._device.limit
+        self._measurable = self._device.measurable and self._limit is not None
+        self._headroom = recover.HEADROOM if settings.budget is None else recover.BUDGET_HEADROOM
+        self._sizing: dict[Phase, Sizing] = {"train": Sizing(), "test": Sizing(), "predict": Sizing()}
+        self._prepared: set[Phase] = set()
+        self._lean = settings.start is not None and settings.start.lean_commit
+        self._caveats: tuple[str, ...] = ()
+        self._unit = 1
+        self._resting = 0
+        if settings.budget is not None and not self._device.measurable:
+            raise BackendError(
+                f"A budget of {format_bytes(settings.budget)} cannot be held on {self._device.name}: its allocator "
+                "does not say how much memory is in use. Train on a GPU, give the CPU a limited allocator with "
+                "TF_CPU_ALLOCATOR_USE_BFC=true before TensorFlow is imported, or use `micro_batch_size` instead."
+            )
+
+    # A run, from the begin of fit, evaluate or predict to its end
+
+    def begin(self, silent: bool) -> None:
+        self.journal = Journal()
+        self.journal.silent = silent
+
+    def begin_epoch(self, epoch: int) -> None:
+        later = self.journal.epoch is not None
+        self.journal.epoch = epoch
+        for sizing in self._sizing.values():
+            sizing.may_grow = later
+
+    def record(self, backend: str, versions: dict[str, str]) -> Run:
+        return self.journal.record(backend, versions, self._device, self.settings.budget, self.plan)
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(self._micro("train", self._unit), self._lean, self._caveats)
+
+    # One batch
+
+    def run(self, phase: Phase, data: Any, spec: Any = None) -> Any:
+        """Runs one logical batch and returns what Keras expects."""
+        if phase not in self._prepared:
+            self._prepare(phase, data)
+        batch = Batch(phase, data, spec, self.step.batch_size(data), self.step.sample_bytes(data))
+        if phase == "train":
+            self._unit = batch.unit
+        self._before(batch)
+        while True:
+            pieces = self._pieces(batch)
+            began = time.perf_counter()
+            result, shortage = self._attempt(batch, pieces)
+            if shortage is None:
+                self.journal.steps[phase] += 1
+                return result
+            # Here the except block is left and its frames are gone, so memory can come back.
+            self._recover(batch, pieces, shortage, time.perf_counter() - began)
+
+    def _prepare(self, phase: Phase, data: Any) -> None:
+        shortage = None
+        try:
+            self.step.prepare(data, phase)
+        except Exception as error:
+            shortage = self.memory.shortage(error)
+            if shortage is None:
+                raise
+        if shortage is not None:
+            self.memory.release()
+            raise CannotFitError(
+                f"The model and its optimizer do not fit on {self._device}, before any data. Resident so far: "
+                f"{listed(self.step.resident())}. Use a smaller model, an optimizer with less state (SGD, Adafactor), "
+                f"or a device with more memory. The framework said: {shortage.text}"
+            ) from shortage.error
+        self._prepared.add(phase)
+
+    def _micro(self, phase: Phase, unit: int) -> int | None:
+        """Samples a piece may hold at most, or `None` for no limit."""
+        volume = self._sizing[phase].volume
+        limits = [] if volume is None else [max(1, volume // unit)]
+        if phase == "train":
+            limits += [self.settings.micro_batch_size] if self.settings.micro_batch_size else []
+            start = self.settings.start
+            limits += [start.micro_batch_size] if start and start.micro_batch_size and volume is None else []
+        return min(limits, default=None)
+
+    def _pieces(self, batch: Batch) -> int:
+        pieces = piece_count(batch.size, self._micro(batch.phase, batch.unit))
+        if self.step.equal_pieces_only() and pieces > 1:
+            # Each number of pieces is a compile: powers of two keep them few.
+            pieces = 1 << (pieces - 1).bit_length()
+        return min(pieces, max(batch.size, 1))
+
+    def _attempt(self, batch: Batch, pieces: int) -> tuple[Any, Shortage | None]:
+        sizing, volume = self._sizing[batch.phase], batch.volume(pieces)
+        # A whole batch that is known to fit is not measured again: it then costs what Keras's own step costs.
+        watched = pieces > 1 or self.settings.budget is not None or not sizing.evidence.measured(volume)
+        measured = self._measurable and watched
+        before = self._start_measuring() if measured else 0
+        began = time.perf_counter()
+        try:
+            if batch.phase == "train":
+                result = self.step.train(batch.data, pieces, self._lean, batch.spec)
+            elif batch.phase == "test":
+                result = self.step.test(batch.data, pieces, batch.spec)
+            else:
+                result = self.step.predict(batch.data, pieces, batch.spec)
+        except Exception as error:
+            shortage = self.memory.shortage(error)
+            if shortage is None:
+                raise
+            return None, shortage
+        if measured:
+            peak = self._measure(batch.phase, volume, before)
+            self._watch_for_stalls(batch, pieces, peak, time.perf_counter() - began)
+        return result, None
+
+    def _start_measuring(self) -> int:
+        self.memory.reset_peak()
+        use = self.memory.usage()
+        assert use is not None
+        return use.current
+
+    def _measure(self, phase: Phase, volume: int, before: int) -> int:
+        use = self.memory.usage()
+        assert use is not None
+        self._resting = use.current
+        self.journal.saw_peak(use.peak)
+        sizing = self._sizing[phase]
+        sizing.evidence = sizing.evidence.with_need(volume, max(use.peak - before, 0))
+        return use.peak
+
+    def _watch_for_stalls(self, batch: Batch, pieces: int, peak: int, seconds: float) -> None:
+        sizing, volume = self._sizing[batch.phase], batch.volume(pieces)
+        quickest = sizing.quickest.get(pieces, seconds)
+        sizing.quickest[pieces] = min(quickest, seconds)
+        assert self._limit is not None
+        if peak > 0.9 * self._limit and seconds > quickest + _STALL_SECONDS and volume > batch.unit:
+            self._resize(batch, "shrink", int(volume * 0.9), needed=peak, free=self._free())
+
+    # Before a batch: start below the budget, shrink ahead of a failure, grow once an epoch
+
+    def _before(self, batch: Batch) -> None:
+        if self._pieces(batch) > 1:
+            self._check_splittable(batch)
+        if not self._measurable:
+            return
+        sizing = self._sizing[batch.phase]
+        if not sizing.evidence.needs:
+            if self.settings.budget is not None:
+                self._start_within_budget(batch)
+            return
+        if sizing.may_grow:
+            sizing.may_grow = False
+            self._grow(batch)
+        volume = batch.volume(self._pieces(batch))
+        need, free = sizing.evidence.predict(volume), self._free()
+        # Without a budget a few percent are risked: a needless split costs time in every step, a failure once.
+        slack = 1.0 if self.settings.budget is not None else 1.05
+        if need is not None and need > free * slack and volume > batch.unit and self.step.splittable(batch.data):
+            smaller = recover.smaller(sizing.evidence, volume, free, self._headroom)
+            if smaller is not None:
+                self._resize(batch, "shrink", smaller, needed=need, free=free)
+
+    def _free(self) -> int:
+        use = self.memory.usage()
+        assert use is not None and self._limit is not None
+        return max(self._limit - use.current, 0)
+
+    def _grow(self, batch: Batch) -> None:
+        sizing, free = self._sizing[batch.phase], self._free()
+        if sizing.volume is None or sizing.volume >= batch.size * batch.unit:
+            return
+        larger = recover.larger(sizing.evidence, sizing.volume, free, batch.size * batch.unit, self._headroom)
+        if larger is not None:
+            self._resize(batch, "grow", larger, free=free)
+
+    def _start_within_budget(self, batch: Batch) -> None:
+        """Measures a few small pieces and computes the rest, so that no step goes over the budget."""
+        budget = self.settings.budget
+        assert budget is not None
+        resident = self.step.resident()
+        least = sum(resident.values())
+        if batch.phase == "train" and least > budget:
+            raise CannotFitError(
+                f"Training needs at least {format_bytes(least)} before any data: {listed(resident)}. "
+                f"The budget is {format_bytes(budget)}. Raise the budget, use an optimizer with less state "
+                "(SGD, Adafactor), or freeze layers."
+            )
+        if not self.step.splittable(batch.data):
+            return
+        self._probe(batch)
+        evidence, free = self._sizing[batch.phase].evidence, self._free()
+        volume = evidence.largest(free, batch.size * batch.unit, self._headroom)
+        if volume is None or volume < batch.unit:
+            need = evidence.predict(batch.unit) or 0
+            raise CannotFitError(
+                f"One sample at a time needs {format_bytes(need)} besides the {format_bytes(budget - free)} already "
+                f"in use ({listed(resident)}), and the budget is {format_bytes(budget)}. Raise the budget to "
+                f"{format_bytes((need + budget - free) / self._headroom)}, or make the inputs or the model smaller."
+            )
+        if volume < batch.volume(self._pieces(batch)):
+            whole = evidence.predict(batch.size * batch.unit)
+            self._resize(batch, "plan", volume, needed=whole, free=free)
+        # The update makes new values of weights and optimizer beside the old ones, from gradients.
+        update = resident["weights"] + resident["optimizer"] + 2 * resident["gradients"]
+        if batch.phase == "train" and not self._lean and update > free * self._headroom:
+            self._go_lean(batch, "plan", free, 0.0)
+
+    def _probe(self, batch: Batch) -> None:
+        """Measures a step on a few samples, at a few sizes. It writes nothing, so nothing has to be undone."""
+        compiled = self.step.equal_pieces_only()
+        if compiled and self.settings.budget is None:
+            return  # Each size would be compiled for nothing: XLA's own error says what was needed.
+        sizing = self._sizing[batch.phase]
+        fixed = self.step.resident()["gradients"] if batch.phase == "train" else 0
+        # Below a limit a failed probe costs a wait. Above a budget it would break a promise.
+        bold = self.settings.budget is None
+        for _ in range(_COMPILED_PROBES if compiled else _PROBES):
+            free = self._free()
+            size = recover.next_probe(
+                sizing.evidence, free, batch.size * batch.unit, batch.unit, self._headroom, fixed=fixed, bold=bold
+            )
+            if size is None:
+                return
+            samples = size // batch.unit
+            before = self._start_measuring()
+            try:
+                self.step.probe(batch.data, samples, batch.phase)
+            except Exception as error:
+                if self.memory.shortage(error) is None:
+                    raise
+                sizing.evidence = sizing.evidence.with_failure(samples * batch.unit, free)
+                return
+            self._measure(batch.phase, samples * batch.unit, before)
+
+    # After a failure
+
+    def _recover(self, batch: Batch, pieces: int, shortage: Shortage, seconds: float) -> None:
+        self._release()
+        sizing, volume = self._sizing[batch.phase], batch.volume(pieces)
+        free = self._free() if self._measurable else None
+        if shortage.where == "commit":
+            if self._lean:
+                self._give_up(batch, pieces, shortage, free, seconds)
+            self._go_lean(batch, "commit-oom", free, seconds)
+            return
+        if shortage.needed is not None:
+            sizing.evidence = sizing.evidence.with_need(volume, shortage.needed)
+        sizing.evidence = sizing.evidence.with_failure(volume, free)
+        smaller = None
+        if volume > batch.unit and self.step.splittable(batch.data):
+            if self._measurable and not sizing.evidence.needs:
+                self._probe(batch)
+            if sizing.evidence.failed_at(batch.unit):
+                # Not even one sample went through, so halving down to it would only cost waits.
+                self._give_up(batch, batch.size, shortage, free, seconds)
+            smaller = recover.smaller(sizing.evidence, volume, free, self._headroom, least=batch.unit)
+        if smaller is not None:
+            self._resize(batch, "oom", smaller, needed=_at_least(sizing, volume, free), free=free, seconds=seconds)
+        elif batch.phase == "train" and not self._lean and volume <= batch.unit and self.step.equal_pieces_only():
+            # Perhaps it was the update after all: XLA does not say which part of a program ran out.
+            self._go_lean(batch, "commit-oom", free, seconds)
+        else:
+            self._give_up(batch, pieces, shortage, free, seconds)
+
+    def _release(self) -> None:
+        # Collecting garbage takes a good part of a second in a large process, so only where it is needed.
+        use = self.memory.usage()
+        if use is None or use.current > self._resting + 2**20:
+            self.memory.release()
+
+    def _go_lean(self, batch: Batch, kind: EventKind, free: int | None, seconds: float) -> None:
+        self._lean = True
+        room = "" if free is None else f" ({format_bytes(free)} free)"
+        message = (
+            f"no room for the optimizer's new values beside the old ones{room}: updates are now applied in place, "
+            f"with a copy on the host; step {self.journal.steps[batch.phase]}, nothing lost"
+        )
+        size = largest_piece(batch.size, self._pieces(batch))
+        self.journal.note(kind, batch.phase, batch.size, message, before=size, after=size, free=free, seconds=seconds)
+
+    def _resize(
+        self,
+        batch: Batch,
+        kind: EventKind,
+        volume: int,
+        *,
+        needed: int | None = None,
+        free: int | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        before = largest_piece(batch.size, self._pieces(batch))
+        if kind != "grow":
+            self._check_splittable(batch)
+        self._sizing[batch.phase].volume = volume
+        pieces = self._pieces(batch)
+        after = largest_piece(batch.size, pieces)
+        what = "batch" if batch.phase == "train" else f"{batch.phase} batch"
+        how = "whole" if pieces == 1 else f"as {pieces} × {after}"
+        message = f"{what} {batch.size} now runs {how}: {reason(kind, needed, free)}; "
+        message += f"step {self.journal.steps[batch.phase]}, nothing lost"
+        self.journal.note(
+            kind,
+            batch.phase,
+            batch.size,
+            message,
+            before=before,
+            after=after,
+            needed=needed,
+            free=free,
+            seconds=seconds,
+        )
+
+    def _check_splittable(self, batch: Batch) -> None:
+        if not self.step.splittable(batch.data):
+            raise CannotFitError(
+                "The batch cannot be cut: its tensors do not all have the same number of samples in their first "
+                f"dimension. Expected {batch.size} everywhere. Give every input, target and weight a batch dimension."
+            )
+        if batch.phase != "train" or self._caveats:
+            return
+        caveats = self.step.caveats()
+        if caveats and self.settings.exact_only:
+            raise CannotFitError(
+                f"The batch of {batch.size} does not fit whole, and cutting it is not exact for this model: "
+                f'{"; ".join(caveats)}. Allow it with allow="default", lower the batch size, or replace the layer '
+                "(GroupNormalization and LayerNormalization do not mix samples)."
+            )
+        self._caveats = caveats
+        for caveat in caveats:
+            self.journal.note("note", batch.phase, batch.size, f"not exact under micro-batching: {caveat}")
+
+    def _give_up(self, batch: Batch, pieces: int, shortage: Shortage, free: int | None, seconds: float) -> None:
+        size = largest_piece(batch.size, pieces)
+        what = "The optimizer's update" if shortage.where == "commit" else f"A piece of {size} of {batch.size} samples"
+        room = (
+            ""
+            if free is None or self._limit is None
+            else f" with {format_bytes(free)} of {format_bytes(self._limit)} free"
+        )
+        cut = (
+            ""
+            if self.step.splittable(batch.data)
+            else " Its tensors differ in their first dimension, so it is not cut."
+        )
+        message = f"giving up: {what[0].lower()}{what[1:]} does not fit"
+        self.journal.note("oom", batch.phase, batch.size, message, before=size, free=free, seconds=seconds)
+        self.last_error = shortage.error
+        raise RecoveryFailedError(
+            f"{what} does not fit on {self._device.name}{room}.{cut} Resident: {listed(self.step.resident())}. "
+            "The model and its optimizer are as they were before this batch and can be saved. "
+            "Make inputs or layers smaller, use an optimizer with less state, or a device with more memory. "
+            f"The framework said: {shortage.text}"
+        ) from shortage.error
+
+
+def _at_least(sizing: Sizing, volume: int, free: int | None) -> int | None:
+    """What the failed step needed: by what was measured, but more than what was free, for it did fail."""
+    need = sizing.evidence.predict(volume)
+    return need if need is None or free is None else max(need, free + 1)

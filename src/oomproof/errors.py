@@ -1,0 +1,51 @@
+"""The exceptions oomproof raises.
+
+    OomproofError(Exception)
+    ├─ CannotFitError         before the first step: what it needs, what there is, what would make it fit
+    ├─ RecoveryFailedError    during training: the model is as it was before the failed batch
+    ├─ UnsupportedModelError  names the method or layer, and what to write instead
+    └─ BackendError           a backend, version or device that cannot do what was asked
+
+Bad arguments raise `ValueError` or `TypeError`, in Keras's wording. Every message says what happened,
+the numbers, and what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oomproof.records import Run
+
+
+class OomproofError(Exception):
+    """Base class of everything oomproof raises on purpose."""
+
+
+class CannotFitError(OomproofError):
+    """Raised before the first step when no plan fits the memory that is there."""
+
+
+class RecoveryFailedError(OomproofError):
+    """Raised during training when even the smallest piece of a batch does not fit.
+
+    The model, its optimizer and its metrics are as they were before the failed batch, so they can be saved.
+    `__cause__` is the framework's own error.
+
+    Attributes:
+        run: The `Run` so far.
+        history: The Keras `History` so far, or `None` outside of `fit`.
+    """
+
+    def __init__(self, message: str, *, run: Run | None = None, history: Any = None) -> None:
+        super().__init__(message)
+        self.run = run
+        self.history = history
+
+
+class UnsupportedModelError(OomproofError):
+    """Raised for a model whose training oomproof cannot take over without changing its result."""
+
+
+class BackendError(OomproofError):
+    """Raised when the backend, its version or its device cannot do what was asked."""

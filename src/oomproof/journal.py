@@ -1,0 +1,76 @@
+"""Keeps what happened in a run, and says it in one line each through the `oomproof` logger."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from oomproof.records import Device, Event, EventKind, Phase, Plan, Run
+from oomproof.units import format_bytes
+
+logger = logging.getLogger("oomproof")
+
+
+class Journal:
+    """Events, counts and the peak of one run."""
+
+    def __init__(self) -> None:
+        self.silent = False
+        self.epoch: int | None = None
+        self.peak: int | None = None
+        self.steps: dict[Phase, int] = {"train": 0, "test": 0, "predict": 0}
+        self._events: list[Event] = []
+        self._began = time.perf_counter()
+
+    def note(
+        self,
+        kind: EventKind,
+        phase: Phase,
+        batch_size: int,
+        message: str,
+        *,
+        before: int | None = None,
+        after: int | None = None,
+        needed: int | None = None,
+        free: int | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        message = f"oomproof: {message}"
+        step = self.steps[phase]
+        self._events.append(
+            Event(kind, phase, self.epoch, step, batch_size, before, after, needed, free, seconds, message)
+        )
+        if not self.silent:
+            logger.warning(message)
+
+    def saw_peak(self, peak: int) -> None:
+        self.peak = max(self.peak or 0, peak)
+
+    def record(self, backend: str, versions: dict[str, str], device: Device, budget: int | None, plan: Plan) -> Run:
+        return Run(
+            backend=backend,
+            versions=versions,
+            device=device,
+            budget=budget,
+            plan=plan,
+            steps={str(phase): count for phase, count in self.steps.items()},
+            peak=self.peak,
+            seconds=time.perf_counter() - self._began,
+            events=tuple(self._events),
+        )
+
+
+def reason(kind: EventKind, needed: int | None, free: int | None) -> str:
+    """Why a batch runs in other pieces than before, with the numbers that are known."""
+    room = "an unknown amount free" if free is None else f"{format_bytes(free)} free"
+    if kind == "grow":
+        return room
+    if needed is None:
+        return f"ran out of memory, {room}"
+    if kind == "plan":
+        return f"whole it would need {format_bytes(needed)}, {room}"
+    return f"{'needed' if kind == 'oom' else 'would need'} {format_bytes(needed)}, {room}"
+
+
+def listed(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())

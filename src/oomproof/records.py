@@ -1,0 +1,212 @@
+"""The frozen records that pass between the rooms. Each prints itself and goes to and from JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any, Literal
+
+from oomproof.units import format_bytes
+
+Phase = Literal["train", "test", "predict"]
+EventKind = Literal["oom", "shrink", "grow", "commit-oom", "plan", "note"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The memory a framework can use on one device.
+
+    Attributes:
+        name: The framework's name for it, such as `"GPU:0"`.
+        limit: Bytes its allocator may hand out, or `None` when that cannot be known.
+        measurable: Whether use and peak can be read.
+    """
+
+    name: str
+    limit: int | None
+    measurable: bool
+
+    def __str__(self) -> str:
+        size = "limit unknown" if self.limit is None else format_bytes(self.limit)
+        return f"{self.name}: {size}" + ("" if self.measurable else ", memory use cannot be measured")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How one logical batch is run.
+
+    Attributes:
+        micro_batch_size: No piece of a batch holds more samples than this; `None` runs batches whole.
+        lean_commit: Apply the update variable by variable from the host, when the device has no room for the
+            new values beside the old ones. Slower.
+        caveats: What is not exactly the same as on unlimited memory, in words.
+    """
+
+    micro_batch_size: int | None = None
+    lean_commit: bool = False
+    caveats: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        size = "whole batches" if self.micro_batch_size is None else f"micro-batches of {self.micro_batch_size}"
+        lean = ", lean commit" if self.lean_commit else ""
+        return size + lean + "".join(f"\n  not exact: {caveat}" for caveat in self.caveats)
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that happened to a batch because of memory.
+
+    Attributes:
+        kind: `"oom"` (a step failed), `"commit-oom"` (the update failed), `"shrink"` (made smaller before it
+            failed), `"grow"`, `"plan"` (the sizes a run starts with) or `"note"`.
+        phase: `"train"`, `"test"` or `"predict"`.
+        epoch: Epoch, counted from 0, or `None` outside of `fit`.
+        step: Steps of this phase finished before this one.
+        batch_size: Samples in the logical batch.
+        before: Largest piece before the event.
+        after: Largest piece after it, or `None` when there was nothing smaller left.
+        needed: Bytes the step that failed would have needed, where known.
+        free: Bytes that were free for it, where known.
+        seconds: Time lost to the failed attempt.
+        message: The line that was logged.
+    """
+
+    kind: EventKind
+    phase: Phase
+    epoch: int | None
+    step: int
+    batch_size: int
+    before: int | None
+    after: int | None
+    needed: int | None
+    free: int | None
+    seconds: float
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What happened in one `fit`, `evaluate` or `predict`.
+
+    Attributes:
+        backend: The Keras backend.
+        versions: Versions of oomproof, Keras and the framework.
+        device: Where it ran.
+        budget: The limit that was held, in bytes, or `None`.
+        plan: The plan in force at the end of training.
+        steps: Logical batches finished, by phase.
+        peak: Largest measured use in bytes over the steps that were measured, or `None`.
+        seconds: Wall time.
+        events: What happened, in order.
+    """
+
+    backend: str
+    versions: dict[str, str]
+    device: Device
+    budget: int | None
+    plan: Plan
+    steps: dict[str, int]
+    peak: int | None
+    seconds: float
+    events: tuple[Event, ...] = ()
+
+    @property
+    def ooms(self) -> int:
+        """How many attempts ran out of memory."""
+        return sum(event.kind in ("oom", "commit-oom") for event in self.events)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Run:
+        return cls(
+            **{
+                **data,
+                "device": Device(**data["device"]),
+                "plan": Plan(**{**data["plan"], "caveats": tuple(data["plan"]["caveats"])}),
+                "events": tuple(Event(**event) for event in data["events"]),
+            }
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the record as JSON."""
+        pathlib.Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Run:
+        return cls.from_json(json.loads(pathlib.Path(path).read_text()))
+
+    def __str__(self) -> str:
+        steps = ", ".join(f"{count} {phase}" for phase, count in self.steps.items() if count) or "no"
+        lines = [
+            f"{self.backend} on {self.device}",
+            f"steps: {steps}; {self.seconds:.1f} s",
+            f"plan: {self.plan}",
+            f"peak: {'not measured' if self.peak is None else format_bytes(self.peak)}"
+            + ("" if self.budget is None else f" of a budget of {format_bytes(self.budget)}"),
+            f"out of memory: {self.ooms} {'time' if self.ooms == 1 else 'times'}",
+        ]
+        return "\n".join(lines + [f"  {event}" for event in self.events])
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far the micro-batched gradient of one variable is from the full-batch one."""
+
+    variable: str
+    absolute: float
+    relative: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """The outcome of `verify`: is a micro-batched step the same as a full-batch one for this model?
+
+    Attributes:
+        exact: Whether every gradient and the loss agree up to rounding.
+        batch_size: Samples compared.
+        micro_batch_size: Largest piece.
+        tolerance: Largest relative difference that counts as rounding.
+        loss: Relative difference of the loss.
+        differences: Per variable, largest first.
+        culprits: What breaks exactness, in words; empty when exact.
+        notes: What is worth knowing though it breaks nothing.
+    """
+
+    exact: bool
+    batch_size: int
+    micro_batch_size: int
+    tolerance: float
+    loss: float
+    differences: tuple[Difference, ...]
+    culprits: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.exact
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        verdict = "exact" if self.exact else "NOT exact"
+        lines = [
+            f"batch of {self.batch_size} in pieces of at most {self.micro_batch_size}: {verdict} "
+            f"(tolerance {self.tolerance:.0e}, loss differs by {self.loss:.1e})"
+        ]
+        lines += [f"  broken by {culprit}" for culprit in self.culprits]
+        lines += [f"  note: {note}" for note in self.notes]
+        width = max((len(d.variable) for d in self.differences[:10]), default=0)
+        lines += [
+            f"  {d.variable:<{width}}  relative {d.relative:.1e}  absolute {d.absolute:.1e}"
+            for d in self.differences[:10]
+        ]
+        if len(self.differences) > 10:
+            lines.append(f"  … and {len(self.differences) - 10} variables that differ less")
+        return "\n".join(lines)

@@ -1,0 +1,149 @@
+"""Which piece size to try next: a pure function of what was measured.
+
+A step that splits its batch needs about `fixed + slope × piece` bytes. Two measured sizes give both numbers,
+one gives an upper bound for larger pieces (fixed cost taken for slope). Every failed request costs a wait of
+ten seconds in TensorFlow's allocator, so sizes are computed, not searched for.
+
+Sizes are whole numbers in any unit; the driver counts in bytes of samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+# Allocators lose a few percent to rounding and gaps, and peaks are only nearly linear in the piece size.
+HEADROOM = 0.93
+# A budget is a promise where a device limit is only a wall, so more is kept free below it: the peaks of equal steps
+# were seen to differ by up to 16 %, as threads run the operations of a graph in different orders.
+BUDGET_HEADROOM = 0.82
+# A size that once failed comes back only when this much more memory is free than when it failed.
+MORE_ROOM = 1.15
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A piece size that ran out of memory, and how much was free for it (`None`: unknown)."""
+
+    size: int
+    free: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What is known of one phase (train, test or predict): bytes needed by size, and failures."""
+
+    needs: tuple[tuple[int, int], ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+    def with_need(self, size: int, need: int) -> Evidence:
+        """Adds a measurement. Of several at nearly one size the largest counts, so their number stays small."""
+        kept = [(s, n) for s, n in self.needs if not _close(s, size)]
+        size, need = max([(size, need), *((s, n) for s, n in self.needs if _close(s, size))], key=lambda pair: pair[1])
+        return dataclasses.replace(self, needs=tuple(sorted([*kept, (size, need)])))
+
+    def measured(self, size: int) -> bool:
+        """Whether this size, or one that is as good as the same, has been measured."""
+        return any(_close(s, size) for s, _ in self.needs)
+
+    def with_failure(self, size: int, free: int | None) -> Evidence:
+        return dataclasses.replace(self, failures=(*self.failures, Failure(size, free)))
+
+    def failed_at(self, size: int) -> bool:
+        """Whether this size failed, and no size has gone through yet."""
+        return not self.needs and any(failure.size <= size for failure in self.failures)
+
+    def predict(self, size: int) -> int | None:
+        """Bytes a piece of `size` needs, or `None` with nothing measured."""
+        for known, need in self.needs:
+            if _close(known, size):
+                return need
+        line = self._line()
+        if line is None:
+            return None
+        fixed, slope = line
+        return int(fixed + slope * size)
+
+    def largest(self, free: int, upto: int, headroom: float = HEADROOM) -> int | None:
+        """The largest size that should fit in `free` bytes, 0 if none does, `None` with nothing measured."""
+        line = self._line()
+        if line is None:
+            return None
+        fixed, slope = line
+        fitting = min(upto, int((free * headroom - fixed) / slope))
+        # A size that was measured needs less headroom than one that was computed.
+        proven = max(
+            (size for size, need in self.needs if size <= upto and need <= free * (1 + headroom) / 2), default=0
+        )
+        return self._below_failures(max(fitting, proven, 0), free)
+
+    def _line(self) -> tuple[float, float] | None:
+        """(fixed, slope) through the largest size measured and one of at most half of it, where there is one.
+
+        With only one to go by, or when the smaller one needed as much (temporary buffers of a fixed size hide the
+        slope), all of it counts as slope. That is an upper bound for larger pieces.
+        """
+        if not self.needs:
+            return None
+        size, need = self.needs[-1]
+        lower = [(s, n) for s, n in self.needs if s <= size / 2]
+        if lower:
+            smaller, less = lower[-1]
+            slope = (need - less) / (size - smaller)
+            if need > less * 1.1 and need - slope * size >= 0:
+                return need - slope * size, slope
+        return 0.0, max(need, 1) / size
+
+    def _below_failures(self, size: int, free: int) -> int:
+        for failure in self.failures:
+            if size >= failure.size and (failure.free is None or free < failure.free * MORE_ROOM):
+                size = min(size, int(failure.size * 0.9), failure.size - 1)
+        return max(size, 0)
+
+
+def _close(a: int, b: int) -> bool:
+    return abs(a - b) <= 0.03 * max(a, b)
+
+
+def next_probe(
+    evidence: Evidence, free: int, batch: int, sample: int, headroom: float, *, fixed: int = 0, bold: bool = True
+) -> int | None:
+    """The next size to measure before a plan is made, or `None` when enough is known.
+
+    Starts at one sample, of size `sample`. What one size needs, beyond the `fixed` part, bounds what a larger one can
+    need (in proportion), so the next size is as large as that bound allows. Where most of the need turns out to be
+    fixed the bound allows nothing; a `bold` search then goes by the growth so far, in small steps. The one risk it
+    takes is to try two samples where one needs more than half of what there is.
+    """
+    if not evidence.needs:
+        return sample
+    size, need = evidence.needs[-1]
+    room = free * headroom
+    fixed = min(fixed, need - 1)
+    candidate = size * (room - fixed) // max(need - fixed, 1) // sample * sample
+    if bold and candidate < 1.5 * size and need < room:
+        if len(evidence.needs) == 1:
+            candidate = 2 * size
+        else:
+            previous, less = evidence.needs[-2]
+            slope = max(need - less, 0.01 * need) * 1.5 / (size - previous)
+            candidate = min(4 * size, size + (room - need) / slope)
+    candidate = min(int(candidate), batch // 2) // sample * sample
+    return candidate if candidate >= size * 1.5 else None
+
+
+def smaller(
+    evidence: Evidence, failed: int, free: int | None, headroom: float = HEADROOM, least: int = 1
+) -> int | None:
+    """The next size after `failed` ran out of memory: strictly smaller, `None` when there is none."""
+    if failed <= least:
+        return None
+    guess = None if free is None else evidence.largest(free, failed - least, headroom)
+    return max(least, min(failed // 2 if guess is None else guess, failed - least))
+
+
+def larger(evidence: Evidence, current: int, free: int, batch: int, headroom: float = HEADROOM) -> int | None:
+    """A size worth growing to, or `None`. Small gains are left alone: each change risks a failed step."""
+    guess = evidence.largest(free, batch, headroom)
+    if guess is None or guess < min(batch, current * 1.25):
+        return None
+    return guess if guess > current else None

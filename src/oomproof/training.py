@@ -1,0 +1,251 @@
+"""guard, unguard and fit: Keras training that survives running out of memory."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+from oomproof import backends
+from oomproof.backends.common.callbacks import epochs_told
+from oomproof.driver import Driver, Settings
+from oomproof.errors import RecoveryFailedError
+from oomproof.records import Plan, Run
+from oomproof.step.split import checked_size
+from oomproof.units import parse_budget
+
+_LEVERS = {"microbatch", "batch_statistics"}
+_ALLOWED = {"exact": frozenset({"microbatch"}), "default": frozenset(_LEVERS)}
+_WRAPPED = ("fit", "evaluate", "predict", "compile", "quantize", "train_on_batch", "test_on_batch", "predict_on_batch")
+_GUARD = "_oomproof_guard"
+
+
+def guard(
+    model: Any,
+    *,
+    budget: int | str | None = None,
+    micro_batch_size: int | str = "auto",
+    plan: Plan | None = None,
+    allow: str | set[str] = "default",
+    verbose: int | str = "auto",
+) -> Any:
+    """Makes `fit`, `evaluate` and `predict` of a Keras model survive running out of memory.
+
+    A batch that does not fit is run again in smaller pieces, with the same result up to rounding. Batch size,
+    callbacks, `History` and everything else of Keras stay as they are.
+
+    Args:
+        model: A Keras model. It may be unbuilt and uncompiled.
+        budget: Memory to stay below: bytes, `"8GiB"`, `"90%"`, or `None` for what the device has.
+        micro_batch_size: Samples to run at a time at most, or `"auto"`.
+        plan: Start from a plan, such as `history.run.plan` of an earlier run.
+        allow: `"default"`; `"exact"` refuses to split where that changes the result (BatchNorm); or a set of
+            `"microbatch"` and `"batch_statistics"`.
+        verbose: `0` logs nothing; `"auto"` follows the `verbose` of `fit`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedModelError: The model has its own `train_step`, or belongs to a tf.distribute strategy.
+        ValueError: An argument is out of range.
+
+    Example:
+
+    ```python
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    oomproof.guard(model)
+    history = model.fit(x, y, batch_size=1024)
+    print(history.run)
+    ```
+    """
+    backend = backends.current()
+    backend.check_model(model)
+    device = backend.memory().describe()
+    settings = Settings(
+        budget=parse_budget(budget, device.limit),
+        micro_batch_size=checked_size(micro_batch_size),
+        exact_only="batch_statistics" not in _checked_levers(allow),
+        start=_checked_plan(plan),
+    )
+    if verbose not in ("auto", 0, 1, 2):
+        raise ValueError(f'Expected `verbose` to be "auto", 0, 1 or 2. Received: verbose={verbose!r}')
+    unguard(model)
+    _Guard(backend, model, settings, verbose).attach()
+    return model
+
+
+def unguard(model: Any) -> Any:
+    """Gives a model back to Keras. Harmless for a model that is not guarded."""
+    found = getattr(model, _GUARD, None)
+    if found is not None:
+        found.detach()
+    return model
+
+
+def fit(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    *,
+    batch_size: int | None = None,
+    budget: int | str | None = None,
+    micro_batch_size: int | str = "auto",
+    plan: Plan | None = None,
+    allow: str | set[str] = "default",
+    **fit_kwargs: Any,
+) -> Any:
+    """`model.fit`, guarded for this one call.
+
+    Args:
+        model: A compiled Keras model.
+        x: As for `model.fit`.
+        y: As for `model.fit`.
+        batch_size: As for `model.fit`.
+        budget: See `guard`.
+        micro_batch_size: See `guard`.
+        plan: See `guard`.
+        allow: See `guard`.
+        **fit_kwargs: Everything else `model.fit` takes.
+
+    Returns:
+        The Keras `History`; `.run` is the `Run`.
+
+    Raises:
+        CannotFitError: Before the first step, when the budget cannot be held.
+        RecoveryFailedError: During training, when not even one sample fits. The model can be saved.
+    """
+    backends.current().check_model(model)
+    known = inspect.signature(type(model).fit).parameters
+    if unknown := [name for name in fit_kwargs if name not in known]:
+        raise TypeError(
+            f"Expected keyword arguments of `oomproof.fit` or of `{type(model).__name__}.fit`. "
+            f"Received: {', '.join(unknown)}"
+        )
+    already = vars(model).get(_GUARD)
+    guard(model, budget=budget, micro_batch_size=micro_batch_size, plan=plan, allow=allow)
+    try:
+        return model.fit(x, y, batch_size=batch_size, **fit_kwargs)
+    finally:
+        unguard(model)
+        if already is not None:
+            already.attach()
+
+
+def _checked_levers(allow: str | set[str]) -> frozenset[str]:
+    if isinstance(allow, str) and allow in _ALLOWED:
+        return _ALLOWED[allow]
+    if isinstance(allow, set | frozenset | list | tuple) and set(allow) <= _LEVERS:
+        return frozenset(allow)
+    raise ValueError(
+        f'Expected `allow` to be "default", "exact" or a set of {sorted(_LEVERS)}. Received: allow={allow!r}'
+    )
+
+
+def _checked_plan(plan: Plan | None) -> Plan | None:
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"Expected `plan` to be an oomproof.Plan. Received: plan={plan!r}")
+    return plan
+
+
+class _Guard:
+    """What is attached to a guarded model: Keras's methods, wrapped, and the driver of its batches."""
+
+    def __init__(self, backend: Any, model: Any, settings: Settings, verbose: int | str) -> None:
+        self._backend = backend
+        self._model = model
+        self._settings = settings
+        self._verbose = verbose
+        self._driver: Driver | None = None
+        self._depth = 0
+        self._own: dict[str, Any] = {}
+
+    def attach(self) -> None:
+        # Not through Keras's __setattr__, which would track what it is given as part of the model.
+        object.__setattr__(self._model, _GUARD, self)
+        # Keras puts some methods on the instance itself, and so may the user.
+        self._own = {name: vars(self._model)[name] for name in _WRAPPED if name in vars(self._model)}
+        for name in _WRAPPED:
+            object.__setattr__(self._model, name, self._wrapped(name, getattr(self._model, name)))
+
+    def detach(self) -> None:
+        self._backend.uninstall(self._model)
+        for name in (*_WRAPPED, _GUARD):
+            vars(self._model).pop(name, None)
+        vars(self._model).update(self._own)
+
+    def _wrapped(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        if name in ("compile", "quantize"):
+
+            @functools.wraps(method)
+            def change(*args: Any, **kwargs: Any) -> Any:
+                # Another loss or optimizer, or other weights, are another step.
+                self._driver = None
+                return method(*args, **kwargs)
+
+            return change
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._call(name, method, args, kwargs)
+
+        return call
+
+    def _call(self, name: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._depth or not (self._model.compiled or name.startswith("predict")):
+            # Validation inside of fit belongs to that run; an uncompiled model gets Keras's own error.
+            return method(*args, **kwargs)
+        bound = inspect.signature(method).bind(*args, **kwargs)
+        self._check_batch_size(name, bound.arguments)
+        verbose = self._verbose if self._verbose != "auto" else bound.arguments.get("verbose", "auto")
+        driver = self._ready()
+        driver.begin(silent=verbose == 0)
+        self._depth += 1
+        try:
+            if name == "fit" and "callbacks" in bound.signature.parameters:
+                with epochs_told(bound.arguments.get("callbacks"), driver.begin_epoch) as callbacks:
+                    bound.arguments["callbacks"] = callbacks
+                    result = method(*bound.args, **bound.kwargs)
+            else:
+                result = method(*bound.args, **bound.kwargs)
+        except RecoveryFailedError as error:
+            error.run = self._record(driver)
+            error.history = getattr(self._model, "history", None) if name == "fit" else None
+            # Keras re-raises "from None"; the framework's own error is what the user needs to see.
+            error.__cause__ = driver.last_error
+            raise
+        finally:
+            self._depth -= 1
+        if name == "fit":
+            result.run = self._record(driver)
+        return result
+
+    def _ready(self) -> Driver:
+        """The driver, made anew after `compile` and `quantize`, with our functions where Keras looks for its own."""
+        self._backend.check_model(self._model)
+        if self._driver is None:
+            self._driver = Driver(self._backend.step(self._model), self._backend.memory(), self._settings)
+        self._backend.install(self._model, self._driver.run)
+        return self._driver
+
+    def _record(self, driver: Driver) -> Run:
+        return driver.record(self._backend.name, self._backend.versions())
+
+    def _check_batch_size(self, name: str, arguments: dict[str, Any]) -> None:
+        if name not in ("fit", "evaluate", "predict"):
+            return
+        batch_size = arguments.get("batch_size")
+        if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Integral)):
+            raise TypeError(f"Expected `batch_size` to be an int. Received: batch_size={batch_size!r}")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"Expected `batch_size` to be at least 1. Received: batch_size={batch_size}")
+        micro = self._settings.micro_batch_size
+        if name == "fit" and micro is not None:
+            size = batch_size if batch_size is not None else self._backend.batch_size_of(arguments.get("x"))
+            if size is not None and micro > size:
+                raise ValueError(
+                    f"Expected `micro_batch_size` to be at most the batch size. Received: micro_batch_size={micro}, "
+                    f"batch_size={size}"
+                )

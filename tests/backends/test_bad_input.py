@@ -1,0 +1,322 @@
+"""What is refused, with which words, and that nothing has been trained by then."""
+
+from __future__ import annotations
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import oomproof
+from oomproof.backends.tensorflow.device import TensorFlowMemory
+from oomproof.records import Device, Run
+
+X, Y = np.ones((16, 3), "float32"), np.ones((16, 1), "float32")
+FROM_DATA = "raised while the next batch was read from the data"
+
+
+def make_model(compiled=True):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+    if compiled:
+        model.compile("sgd", "mse")
+    return model
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device of 1 GiB that can be measured, in words only: nothing here gets as far as to train on it."""
+    monkeypatch.setattr(TensorFlowMemory, "describe", lambda self: Device("GPU:0", 2**30, True))
+
+
+REFUSED = [
+    ({"budget": "8 bananas"}, ValueError, "Received: budget='8 bananas'"),
+    ({"budget": ""}, ValueError, "Received: budget=''"),
+    ({"budget": 0}, ValueError, "positive. Received: budget=0"),
+    ({"budget": "0GiB"}, ValueError, "positive. Received: budget='0GiB'"),
+    ({"budget": -5}, ValueError, "positive. Received: budget=-5"),
+    ({"budget": "-5GiB"}, ValueError, "Received: budget='-5GiB'"),
+    ({"budget": "2GiB"}, ValueError, r"at most what the device has, 1\.0 GiB"),
+    ({"budget": 2**30 + 1}, ValueError, r"at most what the device has, 1\.0 GiB"),
+    ({"budget": "120%"}, ValueError, "between 0% and 100%"),
+    ({"budget": 1.5}, TypeError, "Received: budget=1.5"),
+    ({"budget": True}, TypeError, "Received: budget=True"),
+    ({"micro_batch_size": 0}, ValueError, "at least 1. Received: micro_batch_size=0"),
+    ({"micro_batch_size": -1}, ValueError, "at least 1. Received: micro_batch_size=-1"),
+    ({"micro_batch_size": "many"}, TypeError, "Received: micro_batch_size='many'"),
+    ({"micro_batch_size": 2.0}, TypeError, "Received: micro_batch_size=2.0"),
+    ({"micro_batch_size": True}, TypeError, "Received: micro_batch_size=True"),
+    ({"allow": "everything"}, ValueError, "Received: allow='everything'"),
+    ({"allow": {"microbatch", "magic"}}, ValueError, "Received: allow="),
+    ({"allow": None}, (ValueError, TypeError), "Received: allow=None"),
+    ({"plan": {"micro_batch_size": 4}}, TypeError, "Expected `plan` to be an oomproof.Plan"),
+    ({"plan": 4}, TypeError, "Received: plan=4"),
+]
+
+
+@pytest.mark.parametrize("how", ["guard", "fit"])
+@pytest.mark.parametrize(("arguments", "error", "words"), REFUSED, ids=lambda value: str(value)[:40])
+def test_bad_arguments(device, how, arguments, error, words):
+    model = make_model()
+    before = model.get_weights()
+    with pytest.raises(error, match=words):
+        oomproof.guard(model, **arguments) if how == "guard" else oomproof.fit(model, X, Y, verbose=0, **arguments)
+    assert_untouched(model, before)
+
+
+def assert_untouched(model, before):
+    assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+    assert not model.compiled or int(model.optimizer.iterations) == 0
+    assert "_oomproof_guard" not in vars(model)
+    assert "fit" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"batch_size": 0}, ValueError, "at least 1. Received: batch_size=0"),
+        ({"batch_size": -3}, ValueError, "at least 1. Received: batch_size=-3"),
+        ({"batch_size": "32"}, TypeError, "Received: batch_size='32'"),
+        ({"batch_size": 2.5}, TypeError, "Received: batch_size=2.5"),
+        ({"batch_size": 8, "micro_batch_size": 9}, ValueError, "at most the batch size. Received: micro_batch_size=9"),
+        ({"micro_batch_size": 33}, ValueError, "Received: micro_batch_size=33, batch_size=32"),
+        ({"banana": 1}, TypeError, "Received: banana"),
+        ({"epoch": 3}, TypeError, "Received: epoch"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_fit(arguments, error, words):
+    model = make_model()
+    before = model.get_weights()
+    with pytest.raises(error, match=words):
+        oomproof.fit(model, X, Y, verbose=0, **arguments)
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, "32"])
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_bad_batch_size_of_a_guarded_model(method, batch_size):
+    model = oomproof.guard(make_model())
+    before = model.get_weights()
+    with pytest.raises((ValueError, TypeError), match="batch_size="):
+        getattr(model, method)(X, Y, batch_size=batch_size, verbose=0)
+    assert_untouched(oomproof.unguard(model), before)
+
+
+def test_a_numpy_int_is_a_batch_size_as_in_keras():
+    history = oomproof.fit(make_model(), X, Y, batch_size=np.int64(4), verbose=0)
+    assert history.run.steps["train"] == 4
+
+
+def test_micro_size_above_the_batch_size_of_a_dataset():
+    model = oomproof.guard(make_model(), micro_batch_size=9)
+    with pytest.raises(ValueError, match="batch_size=8"):
+        model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8, drop_remainder=True), verbose=0)
+    assert int(model.optimizer.iterations) == 0
+
+
+def test_a_model_never_compiled():
+    model = make_model(compiled=False)
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="compile"):
+        oomproof.fit(model, X, Y, verbose=0)
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("thing", [None, 3, "model", keras.layers.Dense(1), object()], ids=lambda t: type(t).__name__)
+def test_not_a_model(thing):
+    with pytest.raises(TypeError, match=r"Expected a keras\.Model"):
+        oomproof.guard(thing)
+    with pytest.raises(TypeError, match=r"Expected a keras\.Model"):
+        oomproof.fit(thing, X, Y)
+    assert oomproof.unguard(thing) is thing
+
+
+def test_a_budget_on_a_device_that_cannot_be_measured():
+    model = make_model()
+    before = model.get_weights()
+    with pytest.raises(oomproof.BackendError, match="cannot be held on CPU:0"):
+        oomproof.fit(model, X, Y, budget="1GiB", verbose=0)
+    assert_untouched(model, before)
+
+
+def test_a_share_of_a_device_that_does_not_say_its_size():
+    with pytest.raises(ValueError, match="share of the device's memory"):
+        oomproof.guard(make_model(), budget="90%")
+
+
+@pytest.mark.parametrize("verbose", ["loud", None, -1])
+def test_bad_verbose(verbose):
+    with pytest.raises((ValueError, TypeError), match="verbose"):
+        oomproof.guard(make_model(), verbose=verbose)
+
+
+# Errors that come from the data
+
+
+def failing(error):
+    for _ in range(3):  # Keras reads two batches ahead to learn their shapes.
+        yield X[:8], Y[:8]
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ZeroDivisionError("mine"), OSError(24, "Too many open files"), MemoryError("host")],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_generator_that_raises(error):
+    """Through tf.data a Python error arrives as TensorFlow's, as it does in plain Keras, and is not tried again."""
+    plain, guarded = make_model(), oomproof.guard(make_model(), micro_batch_size=2)
+    with pytest.raises(Exception, match=str(error.args[-1])) as expected:
+        plain.fit(failing(error), epochs=1, verbose=0)
+    with pytest.raises(type(expected.value)) as found:
+        guarded.fit(failing(error), epochs=1, verbose=0)
+    assert any(FROM_DATA in note for note in found.value.__notes__)
+    assert int(guarded.optimizer.iterations) == 3
+
+
+@pytest.mark.parametrize("memory", ["OOM when allocating tensor", "Too many open files"])
+def test_a_dataset_that_runs_out_of_something_is_not_a_failed_step(memory, caplog):
+    """Even a real shortage of memory while data is read is not answered by smaller pieces of the batch."""
+    pulls = []
+
+    def batch(index):
+        pulls.append(int(index))
+        if index == 1:
+            raise tf.errors.ResourceExhaustedError(None, None, memory)
+        return X[:8], Y[:8]
+
+    data = tf.data.Dataset.range(3).map(
+        lambda i: tf.py_function(batch, [i], (tf.float32, tf.float32)), num_parallel_calls=1
+    )
+    data = data.map(lambda x, y: (tf.ensure_shape(x, (8, 3)), tf.ensure_shape(y, (8, 1))))
+    model = oomproof.guard(make_model(), micro_batch_size=2)
+    with pytest.raises(tf.errors.OpError, match=memory) as caught:
+        model.fit(data, verbose=0)
+    assert any(FROM_DATA in note for note in caught.value.__notes__)
+    assert int(model.optimizer.iterations) == 1
+    assert pulls.count(1) == 1
+    assert not caplog.records
+
+
+def test_a_corrupt_element():
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).map(lambda x, y: (tf.debugging.check_numerics(x / 0, "bad"), y))
+    model = oomproof.guard(make_model(), micro_batch_size=2)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="bad") as caught:
+        model.fit(data, verbose=0)
+    assert any(FROM_DATA in note for note in caught.value.__notes__)
+    assert int(model.optimizer.iterations) == 0
+
+
+# Which errors are about memory
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "where"),
+    [
+        ("ResourceExhausted", "OOM when allocating tensor with shape[1024,1024] and type float on GPU:0 by allocator GPU_0_bfc", "step"),
+        ("ResourceExhausted", "Graph execution error:\n\nDetected at node a\nOOM when allocating tensor", "step"),
+        ("ResourceExhausted", "OOM when allocating tensor\n[[{{node oomproof_commit/adam/mul}}]]", "commit"),
+        ("ResourceExhausted", "Out of memory while trying to allocate 123456 bytes.", "step"),
+        ("ResourceExhausted", "Out of memory trying to allocate 123456 bytes", "step"),
+        ("ResourceExhausted", "failed to allocate memory", "step"),
+        ("ResourceExhausted", "Failed to allocate request for 2.00GiB (2147483648B) on device ordinal 0", "step"),
+        ("Internal", "Failed to allocate scratch space: CUDNN_STATUS_ALLOC_FAILED", "step"),
+        ("Internal", "cuDNN launch failure: CUDNN_STATUS_INTERNAL_ERROR", None),
+        ("Internal", "Blas xGEMM launch failed : CUBLAS_STATUS_ALLOC_FAILED", "step"),
+        ("Internal", "Failed to create cublas handle: CUBLAS_STATUS_NOT_INITIALIZED", "step"),
+        ("Internal", "failed to create cublas handle: the resource allocation failed", "step"),
+        ("Internal", "Dst tensor is not initialized.", "step"),
+        ("Internal", "CUDA_ERROR_OUT_OF_MEMORY: out of memory", "step"),
+        ("Unknown", "CUDNN_STATUS_ALLOC_FAILED in tensorflow/stream_executor", "step"),
+        ("ResourceExhausted", "/data/x.tfrecord; No space left on device", None),
+        ("ResourceExhausted", "/data/x.tfrecord; Too many open files", None),
+        ("ResourceExhausted", "Disk quota exceeded", None),
+        ("ResourceExhausted", "Received message larger than max (5 vs. 4)", None),
+        ("ResourceExhausted", "", None),
+        ("Internal", "no kernel image is available for execution on the device", None),
+        ("InvalidArgument", "OOM when allocating tensor", None),
+        ("OutOfRange", "End of sequence", None),
+    ],
+)  # fmt: skip
+def test_is_it_memory(kind, text, where):
+    error = getattr(tf.errors, f"{kind}Error")(None, None, text)
+    shortage = TensorFlowMemory().shortage(error)
+    assert (shortage and shortage.where) == where
+    if shortage:
+        assert shortage.error is error
+        assert error.__traceback__ is None
+
+
+@pytest.mark.parametrize("error", [MemoryError("host"), RuntimeError("OOM when allocating"), KeyboardInterrupt()])
+def test_python_errors_are_not_the_devices(error):
+    assert TensorFlowMemory().shortage(error) is None
+
+
+def test_what_xla_asked_for_is_read():
+    error = tf.errors.ResourceExhaustedError(None, None, "Out of memory while trying to allocate 123456 bytes.")
+    assert TensorFlowMemory().shortage(error).needed == 123456
+
+
+@pytest.mark.parametrize("text", ["No space left on device", "Too many open files"])
+def test_a_full_disk_in_a_step_is_raised_unchanged(text, monkeypatch):
+    model = oomproof.guard(make_model())
+    model.train_on_batch(X, Y)
+    error, calls = tf.errors.ResourceExhaustedError(None, None, text), []
+
+    def full(*args):
+        calls.append(args)
+        raise error
+
+    monkeypatch.setattr(vars(model)["_oomproof_guard"]._driver.step, "train", full)
+    with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
+        model.fit(X, Y, verbose=0)
+    assert caught.value is error
+    assert len(calls) == 1
+
+
+# What is said, and what is kept
+
+
+@pytest.fixture
+def short_of_memory(monkeypatch):
+    """A model whose whole batch of 16 fails, in so many words."""
+    model = oomproof.guard(make_model())
+    model.train_on_batch(X, Y)
+    step = vars(model)["_oomproof_guard"]._driver.step
+    train = step.train
+
+    def limited(data, pieces, *rest):
+        if pieces < 4:
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+        return train(data, pieces, *rest)
+
+    monkeypatch.setattr(step, "train", limited)
+    return model
+
+
+@pytest.mark.parametrize("verbose", [0, 2, "auto"])
+def test_one_line_for_each_event_and_none_when_silent(short_of_memory, verbose, caplog, capsys):
+    with caplog.at_level(logging.INFO):
+        history = short_of_memory.fit(X, Y, batch_size=16, epochs=2, verbose=verbose)
+    lines = [record.getMessage() for record in caplog.records if record.name == "oomproof"]
+    assert [(event.before, event.after) for event in history.run.events] == [(16, 8), (8, 4)]
+    assert lines == ([] if verbose == 0 else [event.message for event in history.run.events])
+    if verbose == 0:
+        assert capsys.readouterr().out == ""
+
+
+def test_guards_own_verbose_wins(short_of_memory, caplog):
+    vars(short_of_memory)["_oomproof_guard"]._verbose = 0
+    short_of_memory.fit(X, Y, batch_size=16, verbose=2)
+    assert not [record for record in caplog.records if record.name == "oomproof"]
+
+
+def test_the_run_goes_to_json_and_back(short_of_memory, tmp_path):
+    run = short_of_memory.fit(X, Y, batch_size=16, verbose=0).run
+    assert run.ooms == 2
+    run.save(tmp_path / "run.json")
+    assert Run.load(tmp_path / "run.json") == run

@@ -1,0 +1,65 @@
+"""The code in README and docs runs as it is printed."""
+
+import pathlib
+import re
+
+import keras
+import numpy as np
+import pytest
+
+import oomproof
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+
+
+def a_model():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((5,), dtype="int32")
+    hidden = keras.layers.Embedding(11, 4)(inputs)
+    return keras.Model(inputs, keras.layers.Dense(3, activation="softmax")(hidden))
+
+
+def names():
+    """What the pages take for granted: a model, its data and an optimizer."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 11, (64, 5)), rng.integers(0, 3, (64, 5))
+    model = a_model()
+    loss = keras.losses.SparseCategoricalCrossentropy()
+    model.compile("adam", loss)
+    found = {"keras": keras, "np": np, "oomproof": oomproof, "model": model, "loss": loss, "loss_fn": loss}
+    found |= {"x": x, "y": y, "optimizer": keras.optimizers.SGD(0.1)}
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        found |= {"tf": tf, "totals": [tf.Variable(tf.zeros(v.shape)) for v in model.trainable_variables]}
+    return found
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="the page shows TensorFlow code")
+def test_own_loops():
+    *loops, own_step = blocks("docs/own-loops.md")
+    namespace = names()
+    for block in loops:
+        exec(block, namespace)
+    exec(own_step, namespace)
+    inputs = keras.Input((5,), dtype="int32")
+    outputs = keras.layers.Dense(3)(keras.layers.Embedding(11, 4)(inputs))
+    model = namespace["MyModel"](inputs, outputs)
+    model.losses_of = lambda x, y: keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)
+    model.compile("sgd")
+    history = model.fit(namespace["x"], namespace["y"], batch_size=48, epochs=2, verbose=0)
+    assert history.history["batch_loss"][1] < history.history["batch_loss"][0]
+
+
+def test_verify_and_training_pages():
+    namespace = names()
+    for page in ("README.md", "docs/exactness.md"):
+        for block in blocks(page):
+            # No page is long enough to need the sizes it shows.
+            code = block.replace("1024", "32").replace("epochs=10", "epochs=1, verbose=0")
+            exec(code.replace(', budget="8GiB"', ", verbose=0"), namespace)
+    assert namespace["history"].run.steps["train"] == 2

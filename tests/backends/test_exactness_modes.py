@@ -1,0 +1,110 @@
+"""Graph, eager and compiled (XLA) steps; whole batches, bit for bit."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops, optimizers
+from models import (
+    CLASSES,
+    STEPS,
+    WORDS,
+    check_exact,
+    check_same,
+    classes,
+    classifier,
+    compiled,
+    numbers,
+    regressor,
+    tagger,
+    tags,
+    train,
+    words,
+)
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def embedded():
+    inner = [layers.Embedding(WORDS, 4, mask_zero=True), layers.Flatten(), layers.Dense(CLASSES, "softmax")]
+    return compiled(
+        keras.Sequential([layers.Input((STEPS,), dtype="int32"), *inner]), optimizer=optimizers.Adam(0.05, clipnorm=0.1)
+    )
+
+
+def scalar(y_true, y_pred):
+    return ops.mean(ops.square(y_true - y_pred)) + ops.max(y_pred)
+
+
+CASES = {
+    "masked": (lambda: tagger(metrics=["accuracy"]), lambda: (words(), tags())),
+    "sparse": (embedded, lambda: (words(), classes())),
+    "gathered": (lambda: regressor(loss=scalar, metrics=["mae"]), lambda: (numbers(), numbers(width=2, seed=1))),
+    "regularised": (
+        lambda: classifier(
+            layers.Dense(4, kernel_regularizer="l2", activity_regularizer="l1"), optimizer=optimizers.AdamW(0.05)
+        ),
+        lambda: (numbers(), classes()),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("mode", ["eager", "xla"])
+def test_modes(case, mode):
+    build, data = CASES[case]
+    check_exact(build, *data(), mode=mode, micro=4, tolerance=1e-8)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_whole_batches_are_bitwise_the_same(case, mode):
+    build, data = CASES[case]
+    expected, received = (train(build, *data(), mode=mode, guard=guard) for guard in (None, {}))
+    check_same(expected, received, tolerance=0.0)
+
+
+WHOLE = {
+    "Adafactor": lambda: optimizers.Adafactor(0.05),
+    "Ftrl": lambda: optimizers.Ftrl(0.05),
+    "Lion with EMA": lambda: optimizers.Lion(0.05, use_ema=True, ema_overwrite_frequency=2),
+    "accumulating": lambda: optimizers.RMSprop(0.05, gradient_accumulation_steps=2),
+}
+
+
+@pytest.mark.parametrize("optimizer", WHOLE)
+def test_whole_batches_are_bitwise_the_same_for_every_kind_of_optimizer(optimizer):
+    expected, received = (
+        train(lambda: classifier(optimizer=WHOLE[optimizer]()), numbers(), classes(), guard=guard)
+        for guard in (None, {})
+    )
+    check_same(expected, received, tolerance=0.0)
+
+
+def two_outputs(loss="mse"):
+    x = layers.Input((4,))
+    hidden = layers.Dense(4, "tanh")(x)
+    model = keras.Model(x, {"a": layers.Dense(2, name="a")(hidden), "b": layers.Dense(1, name="b")(hidden)})
+    return compiled(model, {"a": loss, "b": "mae"}, loss_weights={"a": 0.5, "b": 2.0})
+
+
+@pytest.mark.parametrize(("mode", "loss"), [("graph", "mse"), ("eager", "mse"), ("xla", "mse"), ("xla", scalar)])
+def test_history_of_several_outputs(mode, loss):
+    """Keras weights these by the batch size where that is known while tracing, so each mode is its own reference."""
+    targets = {"a": numbers(width=2, seed=1), "b": numbers(width=1, seed=2)}
+    check_exact(lambda: two_outputs(loss), numbers(), targets, mode=mode, plain_mode=mode, micro=4)
+
+
+@pytest.mark.parametrize("micro", [1, 2, 5, 11, 12])
+def test_every_piece_size(micro):
+    """One sample at a time, sizes that do not divide the batch, and a short batch smaller than a piece."""
+    check_exact(tagger, words(), tags(), micro=micro)
+
+
+def test_short_batch_of_one_sample():
+    check_exact(classifier, numbers(13), classes(13), micro=2)
+
+
+def test_repeated_epochs_reuse_programs():
+    expected, received = check_exact(classifier, numbers(), classes(), epochs=3)
+    assert received["iteration"] == 9
+    assert np.isfinite(expected.history["loss"]).all()

@@ -1,0 +1,226 @@
+"""gradients: the loss and gradients of the full batch for people with their own loop."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from models import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    STEPS,
+    WORDS,
+    classes,
+    classifier,
+    made,
+    numbers,
+    tagger,
+    tags,
+    weights,
+    words,
+)
+
+import oomproof
+
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="the reference is taken with TensorFlow's tape"),
+]
+
+
+def dense(value):
+    import tensorflow as tf
+
+    return None if value is None else np.array(tf.convert_to_tensor(value))
+
+
+def reference(loss_fn, variables, data):
+    """Loss and gradients of the whole batch, taken with a tape."""
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        result = loss_fn(*(tf.convert_to_tensor(part) for part in data))
+        loss = tf.reduce_mean(result) if not isinstance(result, tuple) else tf.reduce_sum(result[0]) / result[1]
+    return float(loss), [dense(g) for g in tape.gradient(loss, [v.value for v in variables])]
+
+
+def check(loss_fn, variables, data, received):
+    expected_loss, expected = reference(loss_fn, variables, data)
+    loss, found = received
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-10)
+    for variable, a, b in zip(variables, expected, found, strict=True):
+        if a is None:
+            assert b is None
+        else:
+            np.testing.assert_allclose(dense(b), a, atol=1e-10, err_msg=variable.path)
+
+
+def per_sample(model):
+    return lambda x, y: keras.losses.sparse_categorical_crossentropy(y, model(x, training=True))
+
+
+def masked(model):
+    """(sum, normaliser): the mean over words that are not padding."""
+
+    def loss_fn(x, y, weight):
+        valid = ops.cast(x != 0, "float64") * weight
+        each = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True))
+        return ops.sum(each * valid), ops.sum(valid)
+
+    return loss_fn
+
+
+LOSSES = {
+    "per sample": lambda: (classifier, per_sample, (numbers(BATCH), classes(BATCH))),
+    "per step": lambda: (lambda: tagger(mask_zero=False), per_sample, (words(BATCH), tags(BATCH))),
+    "sum and normaliser": lambda: (tagger, masked, (words(BATCH), tags(BATCH), weights(BATCH, STEPS))),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+@pytest.mark.parametrize("way", ["eager", "tf.function as loss", "inside tf.function"])
+def test_gradients_of_the_full_batch(case, way):
+    import tensorflow as tf
+
+    build, make, data = LOSSES[case]()
+    model = made(build)
+    loss_fn, variables = make(model), model.trainable_variables
+    received = []
+    for size in (1, 5, BATCH):
+        if way == "inside tf.function":
+            run = tf.function(
+                lambda *data, size=size: oomproof.gradients(loss_fn, variables, data, micro_batch_size=size)
+            )
+            received.append(run(*(tf.convert_to_tensor(part) for part in data)))
+        else:
+            function = tf.function(loss_fn) if way == "tf.function as loss" else loss_fn
+            received.append(oomproof.gradients(function, variables, data, micro_batch_size=size))
+    for each in received:
+        check(loss_fn, variables, data, each)
+
+
+def test_sparse_gradients_stay_sparse_and_unmerged():
+    import tensorflow as tf
+
+    model = made(lambda: tagger(mask_zero=False))
+    _, found = oomproof.gradients(
+        per_sample(model), model.trainable_variables, (words(BATCH), tags(BATCH)), micro_batch_size=5
+    )
+    assert isinstance(found[0], tf.IndexedSlices)
+    assert found[0].values.shape[0] == BATCH * STEPS
+    np.testing.assert_array_equal(found[0].indices, words(BATCH).reshape(-1))
+    assert tuple(found[0].dense_shape) == (WORDS, 4)
+
+
+def test_gradients_can_be_applied():
+    model = made(lambda: tagger(mask_zero=False))
+    _, found = oomproof.gradients(
+        per_sample(model), model.trainable_variables, (words(BATCH), tags(BATCH)), micro_batch_size=5
+    )
+    model.optimizer.apply(found, model.trainable_variables)
+    assert int(model.optimizer.iterations) == 1
+
+
+def test_variable_that_the_loss_does_not_use():
+    model = made(classifier)
+    unused = keras.Variable(np.ones(3), name="unused")
+    data = numbers(BATCH), classes(BATCH)
+    variables = [*model.trainable_variables, unused]
+    check(
+        per_sample(model), variables, data, oomproof.gradients(per_sample(model), variables, data, micro_batch_size=5)
+    )
+
+
+def test_data_that_is_not_a_tuple():
+    model = made(classifier)
+
+    def loss_fn(batch):
+        return keras.losses.sparse_categorical_crossentropy(batch["y"], model(batch["x"]))
+
+    data = {"x": numbers(BATCH), "y": classes(BATCH)}
+    received = oomproof.gradients(loss_fn, model.trainable_variables, data, micro_batch_size=5)
+    check(lambda x, y: loss_fn({"x": x, "y": y}), model.trainable_variables, (data["x"], data["y"]), received)
+
+
+def test_auto_runs_whole_where_there_is_room():
+    model = made(classifier)
+    data, sizes = (numbers(BATCH), classes(BATCH)), []
+
+    def loss_fn(x, y):
+        sizes.append(x.shape[0])
+        return per_sample(model)(x, y)
+
+    check(
+        per_sample(model), model.trainable_variables, data, oomproof.gradients(loss_fn, model.trainable_variables, data)
+    )
+    assert sizes[-1] == BATCH
+
+
+def test_dropout_draws_anew_for_each_piece_and_advances():
+    model = made(lambda: classifier(layers.Dropout(0.5, name="drops")))
+    (generator,) = model.get_layer("drops")._seed_generators
+    seen = []
+    for _ in range(3):
+        seen.append(tuple(ops.convert_to_numpy(generator.state.value)))
+        oomproof.gradients(
+            per_sample(model), model.trainable_variables, (numbers(BATCH), classes(BATCH)), micro_batch_size=5
+        )
+    assert len(set(seen)) == 3
+
+
+def test_moving_statistics_advance_once():
+    model = made(
+        lambda: keras.Sequential([layers.Input((FEATURES,)), layers.BatchNormalization(momentum=0.9), layers.Dense(1)])
+    )
+    data = numbers(BATCH)
+    oomproof.gradients(lambda x: model(x, training=True), model.trainable_variables, (data,), micro_batch_size=4)
+    layer = model.layers[0]
+    np.testing.assert_allclose(layer.moving_mean, 0.1 * data.mean(0), atol=1e-9)
+    # A function says nothing of the layers it uses, so their state is averaged over pieces rather than pooled.
+    pieces = data.reshape(3, 4, FEATURES)
+    np.testing.assert_allclose(layer.moving_variance, 0.9 + 0.1 * pieces.var(1).mean(0), atol=1e-9)
+
+
+def scalar(x, y):
+    return ops.mean(x)
+
+
+def three(x, y):
+    return ops.mean(x), 1.0, 2.0
+
+
+@pytest.mark.parametrize(("loss_fn", "message"), [(scalar, "scalar"), (three, "normaliser")])
+def test_losses_that_cannot_be_put_together(loss_fn, message):
+    with pytest.raises(ValueError, match=message):
+        oomproof.gradients(loss_fn, [], (numbers(BATCH), classes(BATCH)), micro_batch_size=4)
+
+
+def test_auto_inside_a_graph():
+    import tensorflow as tf
+
+    model = made(classifier)
+    run = tf.function(lambda x, y: oomproof.gradients(per_sample(model), model.trainable_variables, (x, y)))
+    with pytest.raises(ValueError, match="auto"):
+        run(numbers(BATCH), classes(BATCH))
+
+
+@pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-2, ValueError), (1.5, TypeError), ("many", TypeError)])
+def test_wrong_sizes(size, error):
+    with pytest.raises(error, match="micro_batch_size"):
+        oomproof.gradients(scalar, [], (numbers(BATCH), classes(BATCH)), micro_batch_size=size)
+
+
+def test_samples_that_do_not_match():
+    with pytest.raises(ValueError, match="same"):
+        oomproof.gradients(scalar, [], (numbers(BATCH), classes(3)), micro_batch_size=2)
+
+
+def test_weights_are_left_alone():
+    model = made(classifier)
+    before = model.get_weights()
+    oomproof.gradients(
+        per_sample(model), model.trainable_variables, (numbers(BATCH), classes(BATCH)), micro_batch_size=5
+    )
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.shape(before[-1]) == (CLASSES,)

@@ -1,0 +1,557 @@
+"""How Keras calls us, pinned: runs on the newest and on the oldest supported Keras.
+
+Everything here compares a guarded model, cut into pieces, with the same model under plain Keras.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import oomproof
+
+pytestmark = pytest.mark.seam
+
+SAMPLES, BATCH, MICRO = 36, 8, 3  # Four full batches and a short one; pieces of 3, 3 and 2.
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(SAMPLES, 5)).astype("float32"), RNG.normal(size=(SAMPLES, 1)).astype("float32")
+OURS = {"_oomproof_guard", *("fit evaluate predict compile train_on_batch test_on_batch predict_on_batch").split()}
+
+
+def make_model(compiled=True, **compile_args):
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(1)])
+    if compiled:
+        model.compile(**{"optimizer": keras.optimizers.Adam(0.01), "loss": "mse", "metrics": ["mae"], **compile_args})
+    return model
+
+
+class OwnModel(keras.Model):
+    """Unbuilt until it sees data."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+
+def both(make=make_model, **guarded):
+    """The same model twice: plain, and guarded with small pieces."""
+    return make(), oomproof.guard(make(), **{"micro_batch_size": MICRO, **guarded})
+
+
+def fit(model, **kwargs):
+    return model.fit(X, Y, **{"batch_size": BATCH, "epochs": 3, "verbose": 0, "shuffle": False, **kwargs})
+
+
+def assert_same(plain, guarded, tolerance=1e-5):
+    for a, b in zip(plain.get_weights(), guarded.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+    if plain.compiled and plain.optimizer is not None:
+        assert int(plain.optimizer.iterations) == int(guarded.optimizer.iterations)
+
+
+def assert_same_logs(plain, guarded):
+    assert plain.keys() == guarded.keys()
+    for name, value in plain.items():
+        np.testing.assert_allclose(np.array(value), np.array(guarded[name]), rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def assert_same_history(plain, guarded):
+    assert plain.epoch == guarded.epoch
+    assert plain.history.keys() == guarded.history.keys()
+    for name, values in plain.history.items():
+        np.testing.assert_allclose(values, guarded.history[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+# Where our function sits
+
+
+def test_fit_calls_our_train_function():
+    model = oomproof.guard(make_model())
+    history = fit(model, epochs=1, validation_data=(X, Y))
+    assert history.run.steps == {"train": 5, "test": 5, "predict": 0}
+
+
+def test_compile_clears_the_function_and_guard_sets_it_again():
+    plain, guarded = both()
+    for model in (plain, guarded):
+        fit(model, epochs=1)
+        model.compile(keras.optimizers.SGD(0.1), "mae")
+        assert model.train_function is None
+        fit(model, epochs=1)
+    assert_same(plain, guarded)
+    assert fit(guarded, epochs=1).run.steps["train"] == 5
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantize_gives_the_predictions_of_a_quantized_model():
+    plain, guarded = both()
+    before = guarded.predict(X, verbose=0)
+    for model in (plain, guarded):
+        model.predict(X, verbose=0)
+        model.quantize("int8")
+    after = guarded.predict(X, verbose=0)
+    assert not np.array_equal(before, after)
+    np.testing.assert_allclose(plain.predict(X, verbose=0), after, rtol=1e-5, atol=1e-6)
+
+
+def test_guard_twice_is_harmless_and_the_last_one_counts():
+    plain = make_model()
+    guarded = oomproof.guard(oomproof.guard(make_model(), micro_batch_size=1), micro_batch_size=MICRO)
+    fit(plain), fit(guarded)
+    assert_same(plain, guarded)
+    assert guarded._oomproof_guard is not None
+    assert fit(guarded, epochs=1).run.plan.micro_batch_size == MICRO
+
+
+def test_unguard_leaves_nothing_behind():
+    untouched, model = make_model(), make_model()
+    for each in (untouched, model):
+        fit(each, epochs=1)
+        each.predict(X, verbose=0)
+    names, optimizer_names = set(vars(model)), set(vars(model.optimizer))
+    oomproof.guard(model, micro_batch_size=MICRO)
+    assert set(vars(model)) >= OURS
+    fit(model, epochs=1), fit(untouched, epochs=1)
+    model.predict(X, verbose=0)
+    assert oomproof.unguard(model) is model
+    assert set(vars(model)) == names
+    assert set(vars(model.optimizer)) == optimizer_names
+    assert model.fit.__func__ is keras.Model.fit
+    assert model.train_function is model.test_function is model.predict_function is None
+    assert not hasattr(fit(model, epochs=1), "run")
+    fit(untouched, epochs=1)
+    assert_same(untouched, model)
+    oomproof.unguard(model)
+
+
+def test_fit_of_ours_guards_one_call_only():
+    plain, model = make_model(), make_model()
+    expected = fit(plain)
+    history = oomproof.fit(
+        model, X, Y, batch_size=BATCH, micro_batch_size=MICRO, epochs=3, verbose=0, shuffle=False
+    )
+    assert_same_history(expected, history)
+    assert history.run.steps["train"] == 15
+    assert not OURS & set(vars(model))
+
+
+def test_fit_of_ours_gives_a_guarded_model_back_as_it_was():
+    model = oomproof.guard(make_model(), micro_batch_size=2)
+    oomproof.fit(model, X, Y, batch_size=BATCH, micro_batch_size=4, verbose=0)
+    assert fit(model, epochs=1).run.plan.micro_batch_size == 2
+
+
+# Models in every state
+
+
+@pytest.mark.parametrize("make", [OwnModel, lambda: keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])])
+def test_models_that_are_not_built_yet(make):
+    def compiled():
+        keras.utils.set_random_seed(3)
+        model = make()
+        model.compile("adam", "mse")
+        return model
+
+    plain, guarded = both(compiled)
+    assert_same_history(fit(plain), fit(guarded))
+    assert_same(plain, guarded)
+
+
+def test_a_model_guarded_before_it_is_compiled():
+    plain, guarded = make_model(), oomproof.guard(make_model(compiled=False), micro_batch_size=MICRO)
+    guarded.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    assert_same_history(fit(plain), fit(guarded))
+    assert_same(plain, guarded)
+
+
+def test_predict_of_a_model_that_was_never_compiled():
+    plain, guarded = make_model(compiled=False), oomproof.guard(make_model(compiled=False))
+    np.testing.assert_array_equal(plain.predict(X, verbose=0), guarded.predict(X, verbose=0))
+
+
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_an_own_train_step_is_refused_when_guarding(where):
+    class Own(OwnModel):
+        def train_step(self, data):
+            return {}
+
+    model = Own() if where == "class" else OwnModel()
+    if where == "instance":
+        object.__setattr__(model, "train_step", lambda data: {})
+    with pytest.raises(oomproof.UnsupportedModelError, match=r"train_step[\s\S]*oomproof\.gradients"):
+        oomproof.guard(model)
+    assert not OURS & set(vars(model))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_distributed_model_is_refused():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        model = make_model()
+        with pytest.raises(oomproof.UnsupportedModelError, match="MirroredStrategy"):
+            oomproof.guard(make_model())
+    with pytest.raises(oomproof.UnsupportedModelError, match="MirroredStrategy"):
+        oomproof.guard(model)
+    guarded = oomproof.guard(make_model())
+    with strategy.scope(), pytest.raises(oomproof.UnsupportedModelError, match="MirroredStrategy"):
+        fit(guarded)
+
+
+def test_own_test_and_predict_steps_are_left_to_keras():
+    class Own(OwnModel):
+        def test_step(self, data):
+            return {"own": keras.ops.convert_to_tensor(42.0)}
+
+        def predict_step(self, data):
+            return keras.ops.zeros((keras.ops.shape(keras.tree.flatten(data)[0])[0], 2))
+
+    model = Own()
+    model.compile("adam", "mse")
+    oomproof.guard(model, micro_batch_size=MICRO)
+    history = fit(model, validation_data=(X, Y))
+    assert history.history["val_own"] == [42.0] * 3
+    assert model.predict(X, verbose=0).shape == (SAMPLES, 2)
+    assert history.run.steps == {"train": 15, "test": 0, "predict": 0}
+
+
+def test_another_backend_is_refused(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
+    with pytest.raises(oomproof.BackendError, match="'openvino' backend here; this version of oomproof supports"):
+        oomproof.guard(make_model())
+
+
+# Callbacks
+
+
+class Everything(keras.callbacks.Callback):
+    """Writes down every call of every kind, with its logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+        for hook in dir(keras.callbacks.Callback):
+            if hook.startswith("on_"):
+                setattr(self, hook, self.recorder(hook))
+
+    def recorder(self, hook):
+        def record(*args, **kwargs):
+            flat = [a for a in [*args, *kwargs.values()] if a is not None]
+            self.calls.append((hook, [dict(a) if isinstance(a, dict) else a for a in flat]))
+
+        return record
+
+
+def test_callbacks_are_called_as_often_and_with_the_same_logs():
+    plain, guarded = both()
+    calls = []
+    for model in (plain, guarded):
+        callback = Everything()
+        fit(model, callbacks=[callback], validation_data=(X[:10], Y[:10]), validation_batch_size=4)
+        model.evaluate(X, Y, batch_size=7, verbose=0, callbacks=[callback])
+        model.predict(X, batch_size=7, verbose=0, callbacks=[callback])
+        calls.append(callback.calls)
+    assert [hook for hook, _ in calls[0]] == [hook for hook, _ in calls[1]]
+    for (hook, expected), (_, found) in zip(*calls, strict=True):
+        for a, b in zip(expected, found, strict=True):
+            if isinstance(a, dict):
+                assert_same_logs(a, b)
+            else:
+                assert a == b, hook
+
+
+@pytest.mark.parametrize("form", ["none", "one", "list", "tuple-free list", "CallbackList"])
+def test_callbacks_in_every_form_and_not_changed(form):
+    model = oomproof.guard(make_model(), micro_batch_size=MICRO)
+    callback = keras.callbacks.LambdaCallback()
+    given = {"none": None, "one": callback, "list": [callback], "tuple-free list": []}.get(form)
+    if form == "CallbackList":
+        given = keras.callbacks.CallbackList([callback], add_history=True, model=model)
+        before = len(given.callbacks)
+    fit(model, callbacks=given, epochs=1)
+    if form == "list":
+        assert given == [callback]
+    if form == "CallbackList":
+        assert len(given.callbacks) == before
+
+
+def test_early_stopping_restores_the_best_weights():
+    plain, guarded = both(lambda: make_model(optimizer=keras.optimizers.Adam(0.5)))
+    histories = [
+        fit(model, epochs=12, validation_split=0.25,
+            callbacks=[keras.callbacks.EarlyStopping(patience=2, restore_best_weights=True)])
+        for model in (plain, guarded)
+    ]  # fmt: skip
+    assert len(histories[0].epoch) < 12
+    assert histories[0].epoch == histories[1].epoch
+    assert_same(plain, guarded, 1e-3)  # A learning rate this high blows rounding up.
+
+
+def test_model_checkpoint_csv_logger_and_scheduler(tmp_path):
+    plain, guarded = both()
+    for name, model in (("plain", plain), ("guarded", guarded)):
+        fit(
+            model,
+            callbacks=[
+                keras.callbacks.ModelCheckpoint(tmp_path / f"{name}-{{epoch}}.keras"),
+                keras.callbacks.CSVLogger(tmp_path / f"{name}.csv"),
+                keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
+            ],
+        )
+    for epoch in (1, 3):
+        assert_same(*(keras.models.load_model(tmp_path / f"{name}-{epoch}.keras") for name in ("plain", "guarded")))
+    rows = [np.genfromtxt(tmp_path / f"{name}.csv", delimiter=",", names=True) for name in ("plain", "guarded")]
+    assert rows[0].dtype.names == rows[1].dtype.names
+    np.testing.assert_allclose(rows[0]["loss"], rows[1]["loss"], rtol=1e-5)
+    assert float(plain.optimizer.learning_rate) == float(guarded.optimizer.learning_rate) == pytest.approx(0.00125)
+
+
+def test_backup_and_restore_resumes_an_interrupted_fit(tmp_path):
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    plain = make_model()
+    fit(plain, epochs=5)
+    first = oomproof.guard(make_model(), micro_batch_size=MICRO)
+    with pytest.raises(KeyboardInterrupt):
+        fit(first, epochs=5, callbacks=[keras.callbacks.BackupAndRestore(tmp_path), Interrupt()])
+    second = oomproof.guard(make_model(), micro_batch_size=MICRO)
+    history = fit(second, epochs=5, callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
+    assert len(history.epoch) == 3
+    assert_same(plain, second)
+
+
+def test_stop_training_in_the_middle_of_an_epoch():
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 2
+
+    plain, guarded = both()
+    assert_same_history(*(fit(model, callbacks=[Stop()]) for model in (plain, guarded)))
+    assert_same(plain, guarded)
+    assert int(guarded.optimizer.iterations) == 3
+
+
+# Arguments of fit
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"initial_epoch": 1},
+        {"steps_per_epoch": 3},
+        {"validation_split": 0.25},
+        {"validation_data": (X[:9], Y[:9]), "validation_freq": 2},
+        {"validation_data": (X[:9], Y[:9]), "validation_freq": [1, 3], "validation_batch_size": 4},
+        {"validation_data": (X, Y), "validation_steps": 2},
+        {"sample_weight": np.linspace(0, 2, SAMPLES).astype("float32")},
+        {"batch_size": 100},
+        {"batch_size": None},
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_arguments_of_fit(arguments):
+    plain, guarded = both()
+    assert_same_history(fit(plain, **arguments), fit(guarded, **arguments))
+    assert_same(plain, guarded)
+
+
+def test_class_weight():
+    def classifier():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, activation="softmax")])
+        model.compile("adam", "sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
+        return model
+
+    plain, guarded = both(classifier)
+    labels = np.arange(SAMPLES) % 3
+    histories = [
+        model.fit(X, labels, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, class_weight={0: 1.0, 1: 5.0, 2: 0.0})
+        for model in (plain, guarded)
+    ]
+    assert_same_history(*histories)
+    assert_same(plain, guarded)
+
+
+@pytest.mark.parametrize("per_execution", [2, 4, 7])
+def test_steps_per_execution_trains_on_every_batch(per_execution):
+    """Five batches: a remainder of one after four, two of two and one, and fewer than seven."""
+    plain, guarded = both(lambda: make_model(steps_per_execution=per_execution))
+    calls = []
+    for model in (plain, guarded):
+        callback = Everything()
+        history = fit(model, callbacks=[callback], validation_data=(X, Y))
+        calls.append([hook for hook, _ in callback.calls])
+    assert calls[0] == calls[1]
+    assert_same(plain, guarded)
+    assert int(guarded.optimizer.iterations) == 15
+    assert history.run.steps["train"] == 15
+    np.testing.assert_allclose(
+        plain.predict(X, batch_size=5, verbose=0), guarded.predict(X, batch_size=5, verbose=0), rtol=1e-5, atol=1e-6
+    )
+
+
+def batches():
+    for start in range(0, SAMPLES, BATCH):
+        yield X[start : start + BATCH], Y[start : start + BATCH]
+
+
+class Sequence(keras.utils.PyDataset):
+    def __len__(self):
+        return -(-SAMPLES // BATCH)
+
+    def __getitem__(self, index):
+        return X[index * BATCH : (index + 1) * BATCH], Y[index * BATCH : (index + 1) * BATCH]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH),
+        lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).repeat(2),
+        Sequence,
+    ],
+    ids=["dataset", "repeated dataset", "PyDataset"],
+)
+def test_data_of_every_kind(data):
+    plain, guarded = both()
+    histories = [model.fit(data(), epochs=1, verbose=0, shuffle=False) for model in (plain, guarded)]
+    assert_same_history(*histories)
+    assert_same(plain, guarded)
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of data.*", "ignore:.*was provided as a generator.*")
+@pytest.mark.parametrize("arguments", [{}, {"steps_per_epoch": 5}, {"steps_per_epoch": 9}, {"steps_per_epoch": 3}])
+def test_generators(arguments):
+    """Plain Keras counts one iteration too many where a generator ends, so the same batches in an array are the measure."""
+    plain, guarded = both()
+    steps = min(arguments.get("steps_per_epoch", 5), 5)
+    plain.fit(Sequence(), verbose=0, shuffle=False, steps_per_epoch=steps)
+    history = guarded.fit(batches(), verbose=0, **arguments)
+    assert_same(plain, guarded)
+    assert history.run.steps["train"] == int(guarded.optimizer.iterations) == steps
+
+
+def test_on_batch_methods():
+    plain, guarded = both()
+    for start in range(0, 24, 8):
+        x, y = X[start : start + 8], Y[start : start + 8]
+        logs = [model.train_on_batch(x, y, return_dict=True) for model in (plain, guarded)]
+        assert_same_logs(*logs)
+        logs = [model.test_on_batch(x, y, return_dict=True) for model in (plain, guarded)]
+        assert_same_logs(*logs)
+        np.testing.assert_allclose(plain.predict_on_batch(x), guarded.predict_on_batch(x), rtol=1e-5, atol=1e-6)
+    assert_same(plain, guarded)
+
+
+# Copies of a guarded model
+
+
+def test_save_and_load(tmp_path):
+    model = oomproof.guard(make_model(), micro_batch_size=MICRO)
+    fit(model, epochs=1)
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert_same(model, loaded, 0)
+    assert not OURS & set(vars(loaded))
+    fit(oomproof.unguard(model), epochs=1), fit(loaded, epochs=1)
+    assert_same(model, loaded, 1e-6)
+
+
+def test_export(tmp_path):
+    model = oomproof.guard(make_model(), micro_batch_size=MICRO)
+    fit(model, epochs=1)
+    model.export(tmp_path / "exported", verbose=False)
+    served = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(served.serve(X), model.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [keras.models.clone_model, lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy],
+    ids=["clone", "pickle", "deepcopy"],
+)
+def test_copies_are_plain_keras(copied):
+    model = oomproof.guard(make_model(), micro_batch_size=MICRO)
+    fit(model, epochs=1)
+    other = copied(model)
+    assert other is not model
+    assert not OURS & set(vars(other))
+    before = [w.copy() for w in model.get_weights()]
+    if not other.compiled:
+        other.compile("adam", "mse")
+    fit(other, epochs=1)
+    assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+
+
+# Interruptions
+
+
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [
+        ("on_train_batch_begin", KeyboardInterrupt),
+        ("on_train_batch_end", ZeroDivisionError),
+        # What looks like our own trouble, but was raised in a callback, is the user's.
+        ("on_train_batch_end", tf.errors.ResourceExhaustedError),
+        ("on_test_batch_end", KeyboardInterrupt),
+    ],
+)
+def test_an_exception_in_a_callback_leaves_the_model_consistent(hook, error):
+    def fail(*args, **kwargs):
+        raise error(None, None, "OOM when allocating") if error is tf.errors.ResourceExhaustedError else error("stop")
+
+    plain, guarded = both()
+    for model in (plain, guarded):
+        callback = keras.callbacks.Callback()
+        setattr(callback, hook, fail)
+        with pytest.raises(error):
+            fit(model, callbacks=[callback], validation_data=(X[:8], Y[:8]))
+    assert_same(plain, guarded)
+    assert_same_history(fit(plain, epochs=1), fit(guarded, epochs=1))
+    assert_same(plain, guarded)
+    assert fit(guarded, epochs=1).run.steps["train"] == 5
+
+
+@pytest.mark.parametrize(("after", "error"), [(0, KeyboardInterrupt), (2, KeyboardInterrupt), (3, ZeroDivisionError)])
+def test_a_lean_commit_that_is_interrupted_is_undone(after, error):
+    class Interrupted(keras.optimizers.Adam):
+        """Stops after so many variables of the second update."""
+
+        def update_step(self, gradient, variable, learning_rate):
+            if int(self.iterations) == 1 and not tf.inside_function():
+                if self.done == after:
+                    raise error("stop")
+                self.done += 1
+            super().update_step(gradient, variable, learning_rate)
+
+    optimizer = Interrupted(0.01)
+    object.__setattr__(optimizer, "done", 0)
+    model = make_model(optimizer=optimizer)
+    oomproof.guard(model, plan=oomproof.Plan(micro_batch_size=MICRO, lean_commit=True))
+    model.train_on_batch(X[:8], Y[:8])
+    variables = [*model.variables, *optimizer.variables]
+    before = [np.array(v.numpy()) for v in variables]
+    with pytest.raises(error):
+        model.train_on_batch(X[8:16], Y[8:16])
+    assert optimizer.done == after
+    for variable, value in zip(variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value, err_msg=variable.path)
+
+
+def test_a_lean_commit_computes_the_same():
+    plain = make_model()
+    guarded = oomproof.guard(make_model(), plan=oomproof.Plan(micro_batch_size=MICRO, lean_commit=True))
+    assert_same_history(fit(plain), fit(guarded))
+    assert_same(plain, guarded)

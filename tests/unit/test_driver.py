@@ -1,0 +1,237 @@
+"""The driver on a fake device: what is tried, in which order, and when it stops. No framework, no waiting."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomproof.backends.fake import FakeMemory, FakeShortageError, FakeStep
+from oomproof.driver import Driver, Settings
+from oomproof.errors import BackendError, CannotFitError, RecoveryFailedError
+
+BATCH = list(range(256))
+
+
+def driver_on(limit, *, resident=0, measurable=True, settings=None, **step):
+    memory = FakeMemory(limit, resident, measurable)
+    driver = Driver(FakeStep(memory, **step), memory, settings or Settings())
+    driver.begin(silent=False)
+    driver.begin_epoch(0)
+    return driver
+
+
+def run_of(driver):
+    return driver.record("fake", {})
+
+
+def kinds(driver):
+    return [(event.kind, event.before, event.after) for event in run_of(driver).events]
+
+
+def test_a_batch_that_fits_runs_whole_and_says_nothing(caplog):
+    driver = driver_on(10_000, slope=10)
+    assert driver.run("train", BATCH) == {"loss": 0.0}
+    assert driver.step.done == [("train", BATCH, 1)]
+    assert not kinds(driver)
+    assert not caplog.records
+    assert driver.plan.micro_batch_size is None
+
+
+@pytest.mark.parametrize("phase", ["train", "test", "predict"])
+@given(fixed=st.integers(0, 2000), slope=st.integers(1, 200), limit=st.integers(2500, 40_000))
+def test_every_sample_is_run_exactly_once_or_it_is_said_why_not(phase, fixed, slope, limit):
+    driver = driver_on(limit, fixed=fixed, slope=slope)
+    assert fixed + slope <= limit  # One sample always fits here.
+    driver.run(phase, BATCH)
+    assert [samples for _, samples, _ in driver.step.done] == [BATCH]
+    run = run_of(driver)
+    assert run.steps[phase] == 1
+    assert run.peak <= limit
+    sizes = [event.after for event in run.events if event.kind == "oom"]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == len(sizes)
+
+
+@pytest.mark.parametrize("fixed_share", [0.0, 0.1, 0.3, 0.6])
+@pytest.mark.parametrize("fits", [10, 20, 40, 100, 200, 255])
+def test_from_cold_one_failure_and_most_of_what_is_possible(fixed_share, fits):
+    slope = 1000
+    limit = int(slope * fits / (1 - fixed_share))
+    driver = driver_on(limit, fixed=limit - slope * fits, slope=slope)
+    driver.run("train", BATCH)
+    assert driver.memory.failures <= 2
+    reached = -(-256 // driver.step.done[0][2])
+    # Of the sizes there are (256 over a whole number of pieces), the best one below what fits.
+    possible = max(-(-256 // k) for k in range(1, 257) if -(-256 // k) <= fits)
+    assert reached >= 0.7 * possible
+
+
+def test_a_device_that_cannot_be_measured_is_halved():
+    driver = driver_on(100, measurable=False, slope=1)
+    driver.run("train", BATCH)
+    assert kinds(driver) == [("oom", 256, 128), ("oom", 128, 64)]
+
+
+def test_a_failure_that_can_be_foreseen_does_not_happen():
+    driver = driver_on(300, slope=1)
+    driver.run("train", BATCH)
+    driver.memory.resident = 200
+    driver.run("train", BATCH)
+    assert driver.memory.failures == 0
+    assert [kind for kind, *_ in kinds(driver)] == ["shrink"]
+    assert driver.step.done[1][2] > 1
+
+
+def test_it_grows_again_once_an_epoch_and_only_with_room():
+    driver = driver_on(300, slope=1)
+    driver.run("train", BATCH)
+    driver.memory.resident = 200
+    driver.run("train", BATCH)
+    driver.memory.resident = 0
+    driver.run("train", BATCH)
+    assert driver.step.done[-1][2] > 1  # Not within the epoch.
+    driver.begin_epoch(1)
+    driver.run("train", BATCH)
+    assert driver.step.done[-1][2] == 1
+    assert [kind for kind, *_ in kinds(driver)] == ["shrink", "grow"]
+
+
+def test_it_does_not_oscillate():
+    """Needs that no line describes: the size settles, and epochs do not bring failures back."""
+    driver = driver_on(300, slope=1)
+    real = driver.step._gradients
+    # Worse than linear above 100: every prediction from below is too hopeful.
+    driver.step._gradients = lambda samples: real(samples if samples <= 100 else 4 * samples)
+    for epoch in range(20):
+        driver.begin_epoch(epoch)
+        driver.run("train", BATCH)
+    assert driver.memory.failures <= 4
+    assert len({pieces for *_, pieces in driver.step.done[-10:]}) == 1
+
+
+def test_a_failed_commit_goes_lean_and_never_smaller():
+    driver = driver_on(1000, slope=1, update=1500)
+    driver.run("train", BATCH)
+    assert kinds(driver) == [("commit-oom", 256, 256)]
+    assert driver.plan.lean_commit
+    assert driver.step.done == [("train", BATCH, 1)]
+
+
+def test_a_lean_commit_that_fails_gives_up_and_never_goes_smaller():
+    driver = driver_on(1000, slope=1, update=9000)
+    with pytest.raises(RecoveryFailedError, match="update does not fit") as caught:
+        driver.run("train", BATCH)
+    assert isinstance(caught.value.__cause__, FakeShortageError)
+    assert driver.memory.failures == 2
+    assert not driver.step.done
+    assert kinds(driver) == [("commit-oom", 256, 256), ("oom", 256, None)]
+
+
+@pytest.mark.parametrize("phase", ["train", "test", "predict"])
+def test_one_sample_that_does_not_fit_is_found_out_soon(phase):
+    """Each failure costs ten seconds: when one sample has failed there is no point in halving down to it."""
+    driver = driver_on(100, fixed=150)
+    with pytest.raises(RecoveryFailedError, match="1 of 256 samples does not fit") as caught:
+        driver.run(phase, BATCH)
+    assert isinstance(caught.value.__cause__, FakeShortageError)
+    assert "Resident: weights" in str(caught.value)
+    assert driver.memory.failures <= 4
+    assert not driver.step.done
+
+
+def test_other_errors_pass_through_untouched():
+    driver = driver_on(1000)
+    error = ZeroDivisionError("the user's")
+    driver.step.train = lambda *_: (_ for _ in ()).throw(error)
+    with pytest.raises(ZeroDivisionError) as caught:
+        driver.run("train", BATCH)
+    assert caught.value is error
+    assert not kinds(driver)
+
+
+def test_a_batch_that_cannot_be_cut_says_so():
+    driver = driver_on(100, slope=1)
+    with pytest.raises((RecoveryFailedError, CannotFitError), match="first dimension"):
+        driver.run("train", tuple(BATCH))
+
+
+def test_compiled_steps_use_powers_of_two():
+    driver = driver_on(90, slope=1, equal_pieces=True)
+    driver.run("train", BATCH)
+    pieces = driver.step.done[0][2]
+    assert pieces & (pieces - 1) == 0
+
+
+@pytest.mark.parametrize("fixed", [0, 100, 500])
+@pytest.mark.parametrize("budget", [700, 1500, 3000])
+def test_a_budget_is_never_exceeded_not_even_by_a_probe(budget, fixed):
+    driver = driver_on(100_000, fixed=fixed, slope=10, settings=Settings(budget=budget))
+    for _ in range(4):
+        driver.run("train", BATCH)
+        driver.run("test", BATCH)
+        driver.run("predict", BATCH)
+    assert run_of(driver).peak <= budget
+    assert driver.memory.failures == 0
+
+
+def test_a_budget_too_small_is_refused_before_the_first_step():
+    driver = driver_on(100_000, fixed=500, slope=10, settings=Settings(budget=400))
+    with pytest.raises(CannotFitError, match="One sample at a time needs 510 B"):
+        driver.run("train", BATCH)
+    assert not driver.step.done
+
+
+def test_a_budget_needs_a_device_that_can_be_measured():
+    with pytest.raises(BackendError, match="cannot be held"):
+        driver_on(100, measurable=False, settings=Settings(budget=50))
+
+
+def test_exact_only_refuses_to_cut_what_is_not_exact():
+    driver = driver_on(100, inexact=("BatchNormalization (bn)",), settings=Settings(exact_only=True))
+    with pytest.raises(CannotFitError, match="BatchNormalization"):
+        driver.run("train", BATCH)
+    assert not driver.step.done
+
+
+def test_what_is_not_exact_is_said_once_and_kept_in_the_plan(caplog):
+    driver = driver_on(100, inexact=("BatchNormalization (bn)",))
+    for _ in range(3):
+        driver.run("train", BATCH)
+    assert sum("not exact" in record.message for record in caplog.records) == 1
+    assert driver.plan.caveats == ("BatchNormalization (bn)",)
+
+
+def test_one_line_for_each_event(caplog):
+    driver = driver_on(100, slope=1)
+    driver.run("train", BATCH)
+    events = run_of(driver).events
+    assert [record.message for record in caplog.records] == [event.message for event in events]
+    assert {record.name for record in caplog.records} == {"oomproof"}
+    assert "nothing lost" in events[0].message
+
+
+def test_silent_is_silent(caplog):
+    driver = driver_on(100, slope=1)
+    driver.begin(silent=True)
+    driver.run("train", BATCH)
+    assert not caplog.records
+    assert run_of(driver).events
+
+
+def test_phases_learn_by_themselves():
+    driver = driver_on(100, slope=1)
+    driver.run("train", BATCH)
+    trained = driver.plan.micro_batch_size
+    driver.step.slope = 0
+    driver.run("test", BATCH)
+    assert driver.step.done[-1][2] == 1
+    assert driver.plan.micro_batch_size == trained
+
+
+def test_a_given_size_is_kept_to():
+    driver = driver_on(1000, slope=1, settings=Settings(micro_batch_size=50))
+    for epoch in range(3):
+        driver.begin_epoch(epoch)
+        driver.run("train", BATCH)
+    assert {pieces for *_, pieces in driver.step.done} == {6}

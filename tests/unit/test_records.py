@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from oomproof.records import Device, Difference, Event, Plan, Run, Verification
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+GIB = 2**30
+
+DEVICE = Device("GPU:0", limit=16 * GIB, measurable=True)
+OOM = Event(
+    kind="oom",
+    phase="train",
+    epoch=1,
+    step=17,
+    batch_size=1024,
+    before=1024,
+    after=128,
+    needed=9 * GIB,
+    free=2 * GIB,
+    seconds=10.4,
+    message="batch 1024 now runs as 8 × 128: needed 9.0 GiB, 2.0 GiB free; step 17, nothing lost",
+)
+RUN = Run(
+    backend="tensorflow",
+    versions={"oomproof": "0.1.0", "keras": "3.15.1", "tensorflow": "2.21.0"},
+    device=DEVICE,
+    budget=8 * GIB,
+    plan=Plan(micro_batch_size=128, lean_commit=True, caveats=("BatchNormalization 'bn' sees 128 samples, not 1024",)),
+    steps={"train": 40, "test": 4, "predict": 0},
+    peak=7 * GIB,
+    seconds=61.25,
+    events=(OOM,),
+)
+PLAIN_RUN = Run(
+    backend="tensorflow",
+    versions={},
+    device=Device("CPU:0", limit=None, measurable=False),
+    budget=None,
+    plan=Plan(),
+    steps={"train": 0},
+    peak=None,
+    seconds=0.0,
+)
+EXACT = Verification(
+    exact=True,
+    batch_size=32,
+    micro_batch_size=8,
+    tolerance=1e-5,
+    loss=1.2e-8,
+    differences=(Difference("dense/kernel", 3e-9, 2e-8), Difference("dense/bias", 0.0, 0.0)),
+    notes=("Dropout draws other masks",),
+)
+NOT_EXACT = Verification(
+    exact=False,
+    batch_size=32,
+    micro_batch_size=8,
+    tolerance=1e-5,
+    loss=0.02,
+    differences=tuple(Difference(f"block/layer_{i}/kernel", 0.1 / (i + 1), 0.5 / (i + 1)) for i in range(12)),
+    culprits=("BatchNormalization 'bn'",),
+)
+PRINTED = {
+    "run": RUN,
+    "run_plain": PLAIN_RUN,
+    "verification_exact": EXACT,
+    "verification_not_exact": NOT_EXACT,
+}
+
+
+@pytest.mark.parametrize("run", [RUN, PLAIN_RUN])
+def test_run_survives_json(run: Run) -> None:
+    assert Run.from_json(json.loads(json.dumps(run.to_json()))) == run
+
+
+def test_run_survives_a_file(tmp_path: pathlib.Path) -> None:
+    RUN.save(tmp_path / "run.json")
+    assert Run.load(str(tmp_path / "run.json")) == RUN
+
+
+def test_ooms_counts_failed_attempts_only() -> None:
+    kinds = ("plan", "oom", "shrink", "grow", "commit-oom", "note")
+    events = tuple(dataclasses.replace(OOM, kind=kind) for kind in kinds)
+    assert dataclasses.replace(RUN, events=events).ooms == 2
+
+
+def test_verification_is_true_when_exact_and_goes_to_json() -> None:
+    assert EXACT
+    assert not NOT_EXACT
+    assert json.loads(json.dumps(NOT_EXACT.to_json()))["culprits"] == ["BatchNormalization 'bn'"]
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_text(name: str) -> None:
+    assert f"{PRINTED[name]}\n" == (GOLDEN / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("record", [DEVICE, OOM, RUN, RUN.plan, EXACT])
+def test_records_are_frozen(record: object) -> None:
+    field = dataclasses.fields(record)[0].name  # type: ignore[arg-type]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(record, field, None)

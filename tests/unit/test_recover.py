@@ -1,0 +1,103 @@
+"""Which size comes next: a pure function, so whole stories can be told in a millisecond."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomproof.step import recover
+from oomproof.step.recover import Evidence
+
+FREE = 1_000_000
+LINEAR = st.tuples(st.integers(0, FREE // 2), st.integers(1, 5000))  # fixed, slope
+
+
+def measured(fixed: int, slope: int, *sizes: int) -> Evidence:
+    evidence = Evidence()
+    for size in sizes:
+        evidence = evidence.with_need(size, fixed + slope * size)
+    return evidence
+
+
+@given(failed=st.integers(2, 10**6), free=st.none() | st.integers(0, 10**9), sizes=st.lists(st.integers(1, 4096)))
+def test_the_next_size_is_strictly_smaller_and_at_least_one(failed, free, sizes):
+    after = recover.smaller(measured(100, 7, *sizes).with_failure(failed, free), failed, free)
+    assert 1 <= after < failed
+
+
+@pytest.mark.parametrize("failed", [1, 8])
+def test_nothing_is_smaller_than_the_smallest(failed):
+    assert recover.smaller(Evidence(), failed, FREE, least=failed) is None
+
+
+def test_with_nothing_measured_it_halves():
+    assert recover.smaller(Evidence().with_failure(64, FREE), 64, FREE) == 32
+    assert recover.smaller(Evidence().with_failure(64, None), 64, None) == 32
+
+
+@given(line=LINEAR, batch=st.integers(64, 4096))
+def test_a_step_that_is_linear_is_sized_right_the_first_time(line, batch):
+    fixed, slope = line
+    fits = min(batch, (FREE - fixed) // slope)  # The largest size that works.
+    probed = max(1, min(fits // 3, batch // 2))
+    evidence = measured(fixed, slope, 1, probed)
+    size = evidence.largest(FREE, batch)
+    assert fixed + slope * size <= FREE
+    # Most of what is possible, where the two sizes are far enough apart to show the slope.
+    if fits >= 30 and slope * probed > fixed:
+        assert size >= 0.7 * fits
+
+
+@given(line=LINEAR, sizes=st.lists(st.integers(1, 500), min_size=1, max_size=6))
+def test_one_measurement_never_promises_too_much(line, sizes):
+    fixed, slope = line
+    size = measured(fixed, slope, *sizes).largest(FREE, 10**9)
+    assert size == 0 or size <= max(sizes) or fixed + slope * size <= FREE
+
+
+def test_of_measurements_of_one_size_the_largest_counts():
+    evidence = Evidence().with_need(100, 50).with_need(101, 80).with_need(100, 60)
+    assert evidence.predict(100) == 80
+    assert len(evidence.needs) == 1
+
+
+def test_a_size_that_failed_is_not_tried_again_in_the_same_memory():
+    evidence = measured(0, 10, 100).with_failure(1000, FREE)
+    assert evidence.largest(FREE, 2000) < 1000
+    assert evidence.largest(int(FREE * 1.05), 2000) < 1000
+    assert evidence.largest(FREE * 2, 2000) == 2000
+
+
+@given(line=LINEAR, batch=st.integers(2, 4096))
+def test_probes_end_and_stay_within_memory(line, batch):
+    fixed, slope = line
+    evidence, probes = Evidence(), 0
+    while (size := recover.next_probe(evidence, FREE, batch, 1, 0.93)) is not None:
+        # The one risk that is taken: two samples, where one needs more than half of what there is.
+        assert size <= 2 or fixed + slope * size <= FREE
+        evidence, probes = evidence.with_need(size, fixed + slope * size), probes + 1
+        assert probes <= 30
+
+
+def test_probes_are_whole_samples():
+    evidence = Evidence().with_need(48, 1000)
+    assert recover.next_probe(evidence, FREE, 48 * 64, 48, 0.93) % 48 == 0
+
+
+def test_growing_wants_room_and_a_gain_that_is_worth_it():
+    evidence = measured(0, 1000, 100, 400)
+    assert recover.larger(evidence, 400, 1000 * 1000, 2000) >= 500
+    assert recover.larger(evidence, 400, 1000 * 450, 2000) is None
+    assert recover.larger(evidence, 400, 10**9, 2000) == 2000
+    assert recover.larger(Evidence(), 400, 10**9, 2000) is None
+
+
+def test_growing_does_not_oscillate():
+    """A size that grew, failed and shrank does not grow again while memory is as it was."""
+    evidence = measured(0, 1000, 100, 400).with_failure(800, FREE)
+    size = recover.smaller(evidence, 800, FREE)
+    for _ in range(10):
+        grown = recover.larger(evidence, size, FREE, 2000)
+        assert grown is None or size < grown < 800
+        size = grown or size
