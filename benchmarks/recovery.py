@@ -19,7 +19,7 @@ from typing import Any
 BATCH = 256
 SHARES = (0.75, 0.5, 0.35, 0.25, 0.15)
 MODELS = ("tokens", "convolutions", "attention", "recurrent")
-_AT_ONCE = 6
+_AT_ONCE = 5
 
 
 def main() -> None:
@@ -75,7 +75,9 @@ def _model(name: str) -> tuple[Any, tuple[int, ...]]:
     shape: tuple[int, ...]
     if name == "tokens":
         shape = (64, 8)
-        stack = [layer for _ in range(4) for layer in (layers.Dense(64, activation="relu"), layers.LayerNormalization())]
+        stack = [
+            layer for _ in range(4) for layer in (layers.Dense(64, activation="relu"), layers.LayerNormalization())
+        ]
     elif name == "convolutions":
         shape = (32, 32, 3)
         stack = [
@@ -130,18 +132,26 @@ def need(name: str) -> dict[str, Any]:
 
 def cold(name: str) -> dict[str, Any]:
     run = _trained(name)
-    pieces = -(-BATCH // (run.plan.micro_batch_size or BATCH))
-    largest = pieces
-    while largest > 1 and _trained(name, micro_batch_size=-(-BATCH // (largest - 1))).ooms == 0:
-        largest -= 1
+    reached = largest = _largest_piece(run.plan.micro_batch_size or BATCH)
+    while largest < BATCH:
+        larger = next(size for size in map(_largest_piece, range(largest + 1, BATCH + 1)) if size > largest)
+        if _trained(name, micro_batch_size=larger).ooms:
+            break
+        largest = larger
     return {
         "ooms": run.ooms,
-        "reached": -(-BATCH // pieces),
-        "largest": -(-BATCH // largest),
+        "reached": reached,
+        "largest": largest,
         "seconds": run.seconds,
         "peak_mb": run.peak / 2**20,
         "events": [event.message for event in run.events],
     }
+
+
+def _largest_piece(micro_batch_size: int) -> int:
+    """Pieces are of even size: of 256 samples in pieces of at most 100, the largest has 86."""
+    pieces = -(-BATCH // micro_batch_size)
+    return -(-BATCH // pieces)
 
 
 def cost(name: str) -> dict[str, Any]:
@@ -158,7 +168,8 @@ def cost(name: str) -> dict[str, Any]:
     whole = [_timed(lambda: model.train_on_batch(x, y)) for _ in range(8)]
     step = vars(model)["_oomproof_guard"]._driver.step
     split = [_timed(lambda: step.train((tf.constant(x), tf.constant(y)), 4, False, None)) for _ in range(8)]
-    train, held = step.train, []
+    train = step.train
+    held: list[Any] = []
 
     def squeezed(*args: Any) -> Any:
         if not held:  # After oomproof has looked, and before the step.

@@ -32,9 +32,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from _common import write_result  # noqa: E402
 
 import oomproof  # noqa: E402
+from _common import write_result  # noqa: E402
 
 Make = Callable[[], Any]
 Shape = tuple[int, ...]

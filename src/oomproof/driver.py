@@ -241,7 +241,8 @@ class Driver:
 
     def _free(self) -> int:
         use = self.memory.usage()
-        assert use is not None and self._limit is not None
+        assert use is not None
+        assert self._limit is not None
         return max(self._limit - use.current, 0)
 
     def _grow(self, batch: Batch) -> None:

@@ -63,8 +63,9 @@ def gradients(
     if backend.inside_graph():
         if size is None:
             raise ValueError(
-                'micro_batch_size="auto" needs to catch out-of-memory errors, which cannot be done inside of a compiled '
-                "function. Expected an int there, such as micro_batch_size=32; or call `oomproof.gradients` outside of it."
+                'micro_batch_size="auto" needs to catch out-of-memory errors, which cannot be done inside of a '
+                "compiled function. Expected an int there, such as micro_batch_size=32; or call "
+                "`oomproof.gradients` outside of it."
             )
         loss, found = backend.gradients(loss_fn, variables, data, size)
         return loss, found

@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """One scenario on TensorFlow's real allocator, in a process of its own: the limit is read once, at import.
 
     python oom_child.py SCENARIO LIMIT_MB OUT.npz [JSON OPTIONS]
@@ -139,7 +140,12 @@ def table_net():
     keras.utils.set_random_seed(1)
     rows, width = 60_000, 32
     model = keras.Sequential(
-        [keras.Input((4,), dtype="int32"), keras.layers.Embedding(rows, width), keras.layers.Flatten(), keras.layers.Dense(1)]
+        [
+            keras.Input((4,), dtype="int32"),
+            keras.layers.Embedding(rows, width),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
     )
     model.compile(keras.optimizers.Adam(1e-3), "mse")
     rng = np.random.default_rng(0)
@@ -249,7 +255,7 @@ def validation(path):
 
 
 def predict(path):
-    model, (x, y) = token_net(), sequences()
+    model, (x, _) = token_net(), sequences()
     if LIMIT:
         oomproof.guard(model)
     outputs = model.predict(Counting((x,), len(x)), verbose=2)

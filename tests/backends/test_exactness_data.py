@@ -54,7 +54,7 @@ class Batches(keras.utils.PyDataset):
         return self.found[index]
 
 
-def dataset(*arrays, **signature):
+def dataset(*arrays):
     """A tf.data dataset of batches of several sizes."""
     tf = pytest.importorskip("tensorflow")
     specs = tuple(tf.TensorSpec((None, *array.shape[1:]), array.dtype) for array in arrays)
@@ -93,7 +93,7 @@ def test_ragged_inputs():
     import tensorflow as tf
 
     def build():
-        x = layers.Input((None,), dtype="int32", ragged=True) if False else layers.Input((None,), dtype="int32")
+        x = layers.Input((None,), dtype="int32")
         return compiled(keras.Model(x, layers.Dense(CLASSES, "softmax")(layers.Lambda(as_dense)(x))))
 
     def as_dense(x):

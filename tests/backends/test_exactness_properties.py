@@ -1,4 +1,4 @@
-"""Whatever is combined, training in pieces is training: a model, a loss, weights, an optimizer, a size drawn at random."""
+"""Whatever is combined at random, model, loss, weights, optimizer and sizes, training in pieces is training."""
 
 import keras
 import numpy as np

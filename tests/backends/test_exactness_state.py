@@ -270,6 +270,25 @@ def test_state_of_own_layers(loss):
     check_exact(lambda: regressor(Counts(), loss=loss), numbers(), numbers(width=2, seed=1), sample_weight=None)
 
 
+class Copies(layers.Layer):
+    """Assigns one variable to another after writing it."""
+
+    def build(self, shape):
+        self.last = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="last")
+        self.copy = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="copy")
+
+    def call(self, x, training=False):
+        if training:
+            self.last.assign(self.last + ops.mean(x, axis=0))
+            self.copy.assign(self.last)
+        return x
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_variable_assigned_to_another(mode):
+    check_exact(lambda: classifier(Copies()), numbers(), classes(), mode=mode)
+
+
 def test_spectral_normalisation():
     """Its state depends on weights alone, and is the same after every piece."""
     check_exact(lambda: classifier(layers.SpectralNormalization(layers.Dense(4))), numbers(), classes())

@@ -50,7 +50,10 @@ ORDER = sorted(SCENARIOS, key=lambda name: name not in ("repeatedly", "commit fa
 
 def run_child(scenario, limit, options, path, timeout=240):
     command = [sys.executable, str(CHILD), scenario, str(limit), str(path), json.dumps(options)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(CHILD.parents[2] / "src"), os.environ.get("PYTHONPATH", "")])}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(CHILD.parents[2] / "src"), os.environ.get("PYTHONPATH", "")]),
+    }
     child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
     lines = child.stdout.strip().splitlines()
     if child.returncode or not lines:

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.seam
 SAMPLES, BATCH, MICRO = 36, 8, 3  # Four full batches and a short one; pieces of 3, 3 and 2.
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(SAMPLES, 5)).astype("float32"), RNG.normal(size=(SAMPLES, 1)).astype("float32")
-OURS = {"_oomproof_guard", *("fit evaluate predict compile train_on_batch test_on_batch predict_on_batch").split()}
+OURS = {"_oomproof_guard", "fit", "evaluate", "predict", "compile"} | {
+    f"{p}_on_batch" for p in ("train", "test", "predict")
+}
 
 
 def make_model(compiled=True, **compile_args):
@@ -136,9 +138,7 @@ def test_unguard_leaves_nothing_behind():
 def test_fit_of_ours_guards_one_call_only():
     plain, model = make_model(), make_model()
     expected = fit(plain)
-    history = oomproof.fit(
-        model, X, Y, batch_size=BATCH, micro_batch_size=MICRO, epochs=3, verbose=0, shuffle=False
-    )
+    history = oomproof.fit(model, X, Y, batch_size=BATCH, micro_batch_size=MICRO, epochs=3, verbose=0, shuffle=False)
     assert_same_history(expected, history)
     assert history.run.steps["train"] == 15
     assert not OURS & set(vars(model))
@@ -376,7 +376,9 @@ def test_class_weight():
     plain, guarded = both(classifier)
     labels = np.arange(SAMPLES) % 3
     histories = [
-        model.fit(X, labels, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, class_weight={0: 1.0, 1: 5.0, 2: 0.0})
+        model.fit(
+            X, labels, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, class_weight={0: 1.0, 1: 5.0, 2: 0.0}
+        )
         for model in (plain, guarded)
     ]
     assert_same_history(*histories)
@@ -433,7 +435,7 @@ def test_data_of_every_kind(data):
 @pytest.mark.filterwarnings("ignore:.*ran out of data.*", "ignore:.*was provided as a generator.*")
 @pytest.mark.parametrize("arguments", [{}, {"steps_per_epoch": 5}, {"steps_per_epoch": 9}, {"steps_per_epoch": 3}])
 def test_generators(arguments):
-    """Plain Keras counts one iteration too many where a generator ends, so the same batches in an array are the measure."""
+    """Compared with the same batches in a PyDataset: where a generator ends, plain Keras counts one step too many."""
     plain, guarded = both()
     steps = min(arguments.get("steps_per_epoch", 5), 5)
     plain.fit(Sequence(), verbose=0, shuffle=False, steps_per_epoch=steps)

@@ -26,7 +26,8 @@ def test_there_are_no_more_pieces_than_needed(batch, micro):
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro", "pieces"), [(10, None, 1), (10, 10, 1), (10, 99, 1), (10, 9, 2), (10, 1, 10), (1, 1, 1), (0, 4, 1)]
+    ("batch", "micro", "pieces"),
+    [(10, None, 1), (10, 10, 1), (10, 99, 1), (10, 9, 2), (10, 1, 10), (1, 1, 1), (0, 4, 1)],
 )
 def test_piece_count(batch, micro, pieces):
     assert piece_count(batch, micro) == pieces

@@ -29,6 +29,8 @@ from oomproof.backends.tensorflow.writes import apply_gradients
 from oomproof.records import Phase
 from oomproof.units import tensor_bytes
 
+# Takes hold of a variable before it writes to it and reads it afterwards, so its writes cannot wait.
+_READS_WHAT_IT_WRITES: Any = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
 # How many samples it takes to see how a loss from `add_loss` splits.
 _EXAMINED = 4
 
@@ -79,7 +81,7 @@ class TensorFlowStep:
     def train(self, data: Any, pieces: int, lean: bool, spec: Any = None) -> Any:
         if pieces > 1:
             self._examine(data)
-        if not lean:
+        if not lean and not isinstance(self.model.optimizer, _READS_WHAT_IT_WRITES):
             return self._run("fused", data, pieces, spec)
         gradients, pending, logs = self._run("gradients", data, pieces, spec)
         commit_leanly(self.model, gradients, self._pending[pieces > 1], pending)

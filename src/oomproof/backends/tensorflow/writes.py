@@ -46,6 +46,8 @@ class PendingWrites(keras.StatelessScope):  # type: ignore[misc]
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
+        # Keras hands a variable through as it is: what counts is its value now, not at the commit.
+        value = tf.convert_to_tensor(value)
         if id(variable) in self._differentiated:
             # Gradients end at an assignment and start anew at the variable, here as in a real one.
             value = tf.stop_gradient(value) + (variable._value - tf.stop_gradient(variable._value))
