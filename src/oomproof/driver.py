@@ -35,12 +35,14 @@ class Settings:
     Attributes:
         budget: Bytes not to be exceeded, or `None` for what the device has.
         micro_batch_size: Samples to run at a time at most, or `None` to choose.
-        exact_only: Refuse to split where the result would not be exactly the same.
+        may_split: Whether batches may be cut at all.
+        exact_only: Refuse to cut where the result would not be exactly the same.
         start: The plan to begin with.
     """
 
     budget: int | None = None
     micro_batch_size: int | None = None
+    may_split: bool = True
     exact_only: bool = False
     start: Plan | None = None
 
@@ -66,7 +68,7 @@ class Sizing:
     evidence: Evidence = dataclasses.field(default_factory=Evidence)
     volume: int | None = None
     may_grow: bool = False
-    quickest: dict[int, float] = dataclasses.field(default_factory=dict)
+    quickest: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
 
 
 class Driver:
@@ -85,7 +87,7 @@ class Driver:
         self._sizing: dict[Phase, Sizing] = {"train": Sizing(), "test": Sizing(), "predict": Sizing()}
         self._prepared: set[Phase] = set()
         self._lean = settings.start is not None and settings.start.lean_commit
-        self._caveats: tuple[str, ...] = ()
+        self._caveats: tuple[str, ...] | None = None
         self._unit = 1
         self._resting = 0
         if settings.budget is not None and not self._device.measurable:
@@ -97,22 +99,23 @@ class Driver:
 
     # A run, from the begin of fit, evaluate or predict to its end
 
-    def begin(self, silent: bool) -> None:
+    def begin(self, silent: bool, may_grow: bool = False) -> None:
         self.journal = Journal()
         self.journal.silent = silent
+        for sizing in self._sizing.values():
+            sizing.may_grow = may_grow
 
     def begin_epoch(self, epoch: int) -> None:
-        later = self.journal.epoch is not None
         self.journal.epoch = epoch
         for sizing in self._sizing.values():
-            sizing.may_grow = later
+            sizing.may_grow = True
 
     def record(self, backend: str, versions: dict[str, str]) -> Run:
         return self.journal.record(backend, versions, self._device, self.settings.budget, self.plan)
 
     @property
     def plan(self) -> Plan:
-        return Plan(self._micro("train", self._unit), self._lean, self._caveats)
+        return Plan(self._micro("train", self._unit), self._lean, self._caveats or ())
 
     # One batch
 
@@ -209,8 +212,8 @@ class Driver:
 
     def _watch_for_stalls(self, batch: Batch, pieces: int, peak: int, seconds: float) -> None:
         sizing, volume = self._sizing[batch.phase], batch.volume(pieces)
-        quickest = sizing.quickest.get(pieces, seconds)
-        sizing.quickest[pieces] = min(quickest, seconds)
+        quickest = sizing.quickest.get((pieces, volume), seconds)
+        sizing.quickest[pieces, volume] = min(quickest, seconds)
         assert self._limit is not None
         if peak > 0.9 * self._limit and seconds > quickest + _STALL_SECONDS and volume > batch.unit:
             self._resize(batch, "shrink", int(volume * 0.9), needed=peak, free=self._free())
@@ -231,10 +234,13 @@ class Driver:
             sizing.may_grow = False
             self._grow(batch)
         volume = batch.volume(self._pieces(batch))
-        need, free = sizing.evidence.predict(volume), self._free()
+        # A mere bound will do for a budget. Without one, cutting a batch that would have fit is the greater harm.
+        strict = self.settings.budget is not None
+        need, free = sizing.evidence.predict(volume, bound=strict), self._free()
         # Without a budget a few percent are risked: a needless split costs time in every step, a failure once.
-        slack = 1.0 if self.settings.budget is not None else 1.05
-        if need is not None and need > free * slack and volume > batch.unit and self.step.splittable(batch.data):
+        if need is None or need <= free * (1.0 if strict else 1.05) or volume <= batch.unit:
+            return
+        if self.step.splittable(batch.data) and (strict or not self.step.caveats(batch.data)):
             smaller = recover.smaller(sizing.evidence, volume, free, self._headroom)
             if smaller is not None:
                 self._resize(batch, "shrink", smaller, needed=need, free=free)
@@ -271,11 +277,13 @@ class Driver:
         evidence, free = self._sizing[batch.phase].evidence, self._free()
         volume = evidence.largest(free, batch.size * batch.unit, self._headroom)
         if volume is None or volume < batch.unit:
-            need = evidence.predict(batch.unit) or 0
+            need, use = evidence.predict(batch.unit) or 0, self.memory.usage()
+            taken = use.current if use is not None else budget - free
             raise CannotFitError(
-                f"One sample at a time needs {format_bytes(need)} besides the {format_bytes(budget - free)} already "
-                f"in use ({listed(resident)}), and the budget is {format_bytes(budget)}. Raise the budget to "
-                f"{format_bytes((need + budget - free) / self._headroom)}, or make the inputs or the model smaller."
+                f"One sample at a time needs {format_bytes(need)} besides the {format_bytes(taken)} already in use "
+                f"(weights {format_bytes(resident['weights'])}, optimizer {format_bytes(resident['optimizer'])}), and "
+                f"the budget is {format_bytes(budget)}. Raise the budget to "
+                f"{format_bytes((need / self._headroom + taken) * 1.05)}, or make the inputs or the model smaller."
             )
         if volume < batch.volume(self._pieces(batch)):
             whole = evidence.predict(batch.size * batch.unit)
@@ -302,13 +310,19 @@ class Driver:
             if size is None:
                 return
             samples = size // batch.unit
-            before = self._start_measuring()
+            before, began, failed = self._start_measuring(), time.perf_counter(), False
             try:
                 self.step.probe(batch.data, samples, batch.phase)
             except Exception as error:
                 if self.memory.shortage(error) is None:
                     raise
+                failed = True
+            if failed:
+                self._release()
                 sizing.evidence = sizing.evidence.with_failure(samples * batch.unit, free)
+                message = f"{samples} samples do not fit, tried to see what fits; nothing lost"
+                seconds = time.perf_counter() - began
+                self.journal.note("oom", batch.phase, batch.size, message, before=samples, free=free, seconds=seconds)
                 return
             self._measure(batch.phase, samples * batch.unit, before)
 
@@ -396,13 +410,18 @@ class Driver:
                 "The batch cannot be cut: its tensors do not all have the same number of samples in their first "
                 f"dimension. Expected {batch.size} everywhere. Give every input, target and weight a batch dimension."
             )
-        if batch.phase != "train" or self._caveats:
+        if not self.settings.may_split:
+            raise CannotFitError(
+                f"The batch of {batch.size} would have to be cut, and `allow` does not name "
+                '"microbatch". Allow it with allow="default", or lower the batch size.'
+            )
+        if batch.phase != "train" or self._caveats is not None:
             return
-        caveats = self.step.caveats()
+        caveats = self.step.caveats(batch.data)
         if caveats and self.settings.exact_only:
             raise CannotFitError(
-                f"The batch of {batch.size} does not fit whole, and cutting it is not exact for this model: "
-                f'{"; ".join(caveats)}. Allow it with allow="default", lower the batch size, or replace the layer '
+                f"The batch of {batch.size} would have to be cut, which is not exact for this model: "
+                f'{"; ".join(caveats)}. Allow it with allow="default", lower the batch size, or replace what is named '
                 "(GroupNormalization and LayerNormalization do not mix samples)."
             )
         self._caveats = caveats

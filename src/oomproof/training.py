@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,8 @@ _LEVERS = {"microbatch", "batch_statistics"}
 _ALLOWED = {"exact": frozenset({"microbatch"}), "default": frozenset(_LEVERS)}
 _WRAPPED = ("fit", "evaluate", "predict", "compile", "quantize", "train_on_batch", "test_on_batch", "predict_on_batch")
 _GUARD = "_oomproof_guard"
+_PHASES = ("train", "test", "predict")
+logger = logging.getLogger("oomproof")
 
 
 def guard(
@@ -64,10 +67,12 @@ def guard(
     backend = backends.current()
     backend.check_model(model)
     device = backend.memory().describe()
+    levers = _checked_levers(allow)
     settings = Settings(
         budget=parse_budget(budget, device.limit),
         micro_batch_size=checked_size(micro_batch_size),
-        exact_only="batch_statistics" not in _checked_levers(allow),
+        may_split="microbatch" in levers,
+        exact_only="batch_statistics" not in levers,
         start=_checked_plan(plan),
     )
     if verbose not in ("auto", 0, 1, 2):
@@ -160,6 +165,7 @@ class _Guard:
         self._verbose = verbose
         self._driver: Driver | None = None
         self._depth = 0
+        self._told: set[str] = set()
         self._own: dict[str, Any] = {}
 
     def attach(self) -> None:
@@ -201,7 +207,7 @@ class _Guard:
         self._check_batch_size(name, bound.arguments)
         verbose = self._verbose if self._verbose != "auto" else bound.arguments.get("verbose", "auto")
         driver = self._ready()
-        driver.begin(silent=verbose == 0)
+        driver.begin(silent=verbose == 0, may_grow=not name.endswith("on_batch"))
         self._depth += 1
         try:
             if name == "fit" and "callbacks" in bound.signature.parameters:
@@ -218,7 +224,7 @@ class _Guard:
             raise
         finally:
             self._depth -= 1
-        if name == "fit":
+        if name == "fit" and result is not None:
             result.run = self._record(driver)
         return result
 
@@ -227,7 +233,10 @@ class _Guard:
         self._backend.check_model(self._model)
         if self._driver is None:
             self._driver = Driver(self._backend.step(self._model), self._backend.memory(), self._settings)
-        self._backend.install(self._model, self._driver.run)
+        left_out = set(_PHASES) - set(self._backend.install(self._model, self._driver.run))
+        for phase in sorted(left_out - self._told):
+            logger.warning(f"oomproof: the model has its own {phase}_step, which is left to Keras and not guarded")
+        self._told |= left_out
         return self._driver
 
     def _record(self, driver: Driver) -> Run:

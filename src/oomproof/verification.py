@@ -116,5 +116,5 @@ def _blame(backend: Any, step: Any, model: Any, data: Any, bounds: Any, toleranc
         if (layer.path or layer.name) not in named
     ]
     if not found:
-        found = list(step.caveats()) or ["the loss, or something outside of any layer, that mixes the samples"]
+        found = list(step.caveats(data)) or ["the loss, or something outside of any layer, that mixes the samples"]
     return found

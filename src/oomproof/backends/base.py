@@ -88,8 +88,8 @@ class Step(Protocol):
     def equal_pieces_only(self) -> bool:
         """Whether each piece size is compiled by itself, so that few sizes should be used."""
 
-    def caveats(self) -> tuple[str, ...]:
-        """What a split batch does not compute exactly as a whole one, in words."""
+    def caveats(self, data: Data) -> tuple[str, ...]:
+        """What a split batch, of which this is one, does not compute exactly as a whole one, in words."""
 
     def notes(self) -> tuple[str, ...]:
         """What is worth knowing about a split batch though it is exact, in words."""

@@ -103,7 +103,7 @@ class FakeStep:
     def equal_pieces_only(self) -> bool:
         return self.equal_pieces
 
-    def caveats(self) -> tuple[str, ...]:
+    def caveats(self, data: Any) -> tuple[str, ...]:
         return self.inexact
 
     def notes(self) -> tuple[str, ...]:

@@ -52,13 +52,16 @@ class Evidence:
         """Whether this size failed, and no size has gone through yet."""
         return not self.needs and any(failure.size <= size for failure in self.failures)
 
-    def predict(self, size: int) -> int | None:
-        """Bytes a piece of `size` needs, or `None` with nothing measured."""
+    def predict(self, size: int, bound: bool = True) -> int | None:
+        """Bytes a piece of `size` needs, or `None` with nothing measured.
+
+        Without `bound`, also `None` where all that is known is how much it needs at most.
+        """
         for known, need in self.needs:
             if _close(known, size):
                 return need
         line = self._line()
-        if line is None:
+        if line is None or (line[0] == 0.0 and not bound):
             return None
         fixed, slope = line
         return int(fixed + slope * size)

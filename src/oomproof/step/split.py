@@ -6,19 +6,20 @@ Even pieces hold the least memory for a given number of pieces, and the last one
 from __future__ import annotations
 
 import itertools
+import numbers
 
 
 def checked_size(micro_batch_size: int | str) -> int | None:
     """The user's `micro_batch_size` as a number, `None` for `"auto"`."""
     if micro_batch_size == "auto":
         return None
-    if isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int):
+    if isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, numbers.Integral):
         raise TypeError(
             f'Expected `micro_batch_size` to be "auto" or an int. Received: micro_batch_size={micro_batch_size!r}'
         )
     if micro_batch_size < 1:
         raise ValueError(f"Expected `micro_batch_size` to be at least 1. Received: micro_batch_size={micro_batch_size}")
-    return micro_batch_size
+    return int(micro_batch_size)
 
 
 def piece_count(batch_size: int, micro_batch_size: int | None) -> int:

@@ -8,12 +8,17 @@ all Keras losses share is replaced by one that divides the piece's S by the W of
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 from keras import ops
 from keras.src.losses import loss as keras_reduction
+
+
+class UncountedNormaliserError(Exception):
+    """A mask came up where none was expected: the normalisers of the batch have to be counted first."""
 
 
 class Reductions:
@@ -69,7 +74,11 @@ class Reductions:
     def _divide(self, total: Any, normaliser: Any) -> Any:
         index = len(self.normalisers)
         self.normalisers.append(normaliser)
-        return total if self._totals is None else ops.divide_no_nan(total, self._totals[index])
+        if self._totals is None:
+            return total
+        if index >= len(self._totals):
+            raise UncountedNormaliserError
+        return ops.divide_no_nan(total, self._totals[index])
 
 
 def _weight(sample_weight: Any, mask: Any, dtype: Any) -> Any:
@@ -86,15 +95,29 @@ def _count(values: Any, dtype: Any) -> Any:
     return ops.cast(ops.prod(ops.convert_to_tensor(ops.shape(values), dtype="int32")), dtype)
 
 
+_current = threading.local()
+_keras_reduce = keras_reduction.reduce_weighted_values
+
+
+def _reduce(*args: Any, **kwargs: Any) -> Any:
+    reductions: Reductions | None = getattr(_current, "reductions", None)
+    return _keras_reduce(*args, **kwargs) if reductions is None else reductions.reduce(*args, **kwargs)
+
+
+# Put in place once and for all; only a thread inside `replaced_by` sees anything but Keras's own. Losses may be
+# computed in other threads at the same time, by the user's data for one.
+keras_reduction.reduce_weighted_values = _reduce
+
+
 @contextlib.contextmanager
 def replaced_by(reductions: Reductions) -> Iterator[None]:
-    """Puts a `Reductions` in the place of Keras's reduction."""
-    original = keras_reduction.reduce_weighted_values
-    keras_reduction.reduce_weighted_values = reductions.reduce
+    """Puts a `Reductions` in the place of Keras's reduction, in this thread."""
+    before = getattr(_current, "reductions", None)
+    _current.reductions = reductions
     try:
         yield
     finally:
-        keras_reduction.reduce_weighted_values = original
+        _current.reductions = before
 
 
 def added_loss_splits_as(whole: Any, first: Any, second: Any) -> str | None:

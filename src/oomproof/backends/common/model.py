@@ -81,7 +81,7 @@ def losses_stream(model: Any) -> bool:
     if overrides(model, "compute_loss") or model._compile_loss is None:
         return False
     flat = model._compile_loss._flat_losses
-    return flat is not None and all(_loss_streams(loss) for _, loss, _, _ in flat)
+    return bool(flat) and all(_loss_streams(loss) for _, loss, _, _ in flat)
 
 
 def _loss_streams(loss: Any) -> bool:

@@ -7,7 +7,7 @@ the host, so that a failure, or Ctrl-C, in the middle is undone.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,21 @@ _RESTORED_AT_ONCE = 2**20
 
 
 def commit_leanly(
-    model: Any, gradients: Sequence[Any], pending_variables: Sequence[Any], pending: Sequence[Any]
+    model: Any,
+    gradients: Sequence[Any],
+    pending: Sequence[tuple[Any, Any]],
+    apply: Callable[[list[Any]], Any],
 ) -> None:
-    """Applies the gradients and the pending writes; if anything fails, puts everything back and raises."""
+    """Applies the gradients and the pending writes; if anything fails, puts everything back and raises.
+
+    Args:
+        model: The model.
+        gradients: One for each trainable weight, or none at all.
+        pending: (variable, value) pairs to be assigned besides.
+        apply: Runs the optimizer, in place, on the gradients.
+    """
     optimizer = model.optimizer
-    variables = [*pending_variables, *(model.trainable_variables if gradients else ())]
+    variables = [*(variable for variable, _ in pending), *(model.trainable_variables if gradients else ())]
     if gradients:
         variables += optimizer.variables
     journal: list[tuple[tf.Variable, np.ndarray[Any, Any]]] = []
@@ -33,16 +43,16 @@ def commit_leanly(
             journal.append((variable._value, np.array(variable._value.numpy())))
         if gradients:
             with tf.name_scope(COMMIT_SCOPE):
-                optimizer.apply(list(gradients), list(model.trainable_weights))
-        for variable, value in zip(pending_variables, pending, strict=True):
+                apply(list(gradients))
+        for variable, value in pending:
             variable.assign(value)
     except BaseException as error:
         # The frames of the failed update hold its tensors, and with them the memory that undoing it may need.
         traceback.clear_frames(error.__traceback__)
         _put_back(journal)
-        if isinstance(error, tf.errors.ResourceExhaustedError):
+        if isinstance(error, tf.errors.OpError):
             # Run eagerly, ops have no names: say in the error itself where it happened.
-            raise tf.errors.ResourceExhaustedError(None, None, f"{error.message} [in {COMMIT_SCOPE}]") from None
+            raise type(error)(None, None, f"{error.message} [in {COMMIT_SCOPE}]") from None
         raise
 
 
@@ -53,7 +63,7 @@ def _put_back(journal: Sequence[tuple[tf.Variable, np.ndarray[Any, Any]]]) -> No
             continue
         try:
             variable.assign(value)
-        except tf.errors.ResourceExhaustedError:
+        except tf.errors.OpError:
             _overwrite(variable, value)
 
 

@@ -28,11 +28,15 @@ def full_batch_gradients(
     python_function = getattr(loss_fn, "python_function", None)
     if python_function is None:
         return _compute(loss_fn, variables, data, pieces)
+    if not tf.executing_eagerly():
+        return _compute(tf.autograph.to_graph(python_function), variables, data, pieces)
     known = _programs.setdefault(loss_fn, {})
     key = tuple(id(variable) for variable in variables)
     if key not in known:
+        # Not the tf.function itself: what it writes to Keras variables would stay inside of its graph.
+        converted = tf.autograph.to_graph(python_function)
         known[key] = tf.function(
-            lambda data, count: _compute(python_function, variables, data, count),
+            lambda data, count: _compute(converted, variables, data, count),
             reduce_retracing=True,
             autograph=False,
         )
@@ -44,7 +48,7 @@ def _compute(loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, p
     tracked = [variable for variable in variables if isinstance(variable, keras.Variable)]
     values = [variable._value if isinstance(variable, keras.Variable) else variable for variable in variables]
     batch_size = size_of(batch_leaves(data)[0])
-    carried = _counters(loss_fn, tracked, data)
+    carried = [] if isinstance(pieces, int) and pieces == 1 else _counters(loss_fn, tracked, data)
     kinds: list[bool] = []
     written: list[tuple[Any, Any]] = []
 
@@ -77,16 +81,19 @@ def _compute(loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, p
     outcome = over_pieces(piece, batch_size, pieces, start, static=False)
     sums, rows = iter(outcome.sums), iter(outcome.slices)
     total, normaliser = next(sums), next(sums)
-    updates = [(variable, tf.cast(next(sums), dtype)) for variable, dtype in written]
+    means = [(variable, dtype, next(sums)) for variable, dtype in written]
+    updates = [(v, tf.cast(mean if dtype.is_floating else tf.round(mean), dtype)) for v, dtype, mean in means]
     updates += zip(carried, outcome.state, strict=True)
     gradients = [
         _divided(next(rows) if sparse else next(sums), normaliser, variable)
         for variable, sparse in zip(values, kinds, strict=True)
     ]
-    with after([total, *(value for _, value in updates)]):
+    loss = tf.math.divide_no_nan(total, normaliser)
+    dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+    with after([loss, *dense, *(value for _, value in updates)]):
         for variable, value in updates:
             variable.assign(value)
-    return tf.math.divide_no_nan(total, normaliser), gradients
+    return loss, gradients
 
 
 def _call(loss_fn: Callable[..., Any], data: Any) -> Any:

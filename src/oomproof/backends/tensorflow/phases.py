@@ -10,8 +10,9 @@ gathering   All predictions are computed piece by piece, the loss once on all of
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -34,6 +35,7 @@ from oomproof.backends.common.model import (
 )
 from oomproof.backends.tensorflow.pieces import Outcome, over_pieces, size_of, take
 from oomproof.backends.tensorflow.writes import PendingWrites
+from oomproof.errors import UnsupportedModelError
 
 
 class Phases:
@@ -41,16 +43,18 @@ class Phases:
 
     Args:
         model: The model.
-        added_losses: How each loss from `add_loss` and activity regularisers behaves under splitting: `"mean"`
-            or `"sum"`, in the order the layers add them.
+        added_losses: How each loss from `add_loss` and activity regularisers behaves under splitting, `"mean"` or
+            `"sum"`, in the order the layers add them: while training and otherwise.
         static: Whether piece sizes must be known while tracing (XLA).
         open_size: Whether Keras would have traced with the batch size left open though it is known here. Keras
             weights the losses of several outputs by the batch size where it knows it.
     """
 
-    def __init__(self, model: Any, added_losses: Sequence[str], static: bool, open_size: bool = False) -> None:
+    def __init__(
+        self, model: Any, added_losses: Mapping[bool, Sequence[str]], static: bool, open_size: bool = False
+    ) -> None:
         self.model = model
-        self.added_losses = list(added_losses)
+        self.added_losses = added_losses
         self.static = static
         self.open_size = open_size
 
@@ -95,16 +99,20 @@ class Phases:
     def split(self, data: Any, count: Any, training: bool) -> tuple[list[Any], Any]:
         """Gradients and logs of a batch computed in `count` pieces. Runs inside a scope."""
         if losses_stream(self.model):
-            return self._stream(data, count, training)
+            with contextlib.suppress(_MixingOutputsError):
+                try:
+                    return self._stream(data, count, training, self._may_mask(data))
+                except losses.UncountedNormaliserError:
+                    return self._stream(data, count, training, counted=True)
         return self._gather(data, count, training)
 
-    def _stream(self, data: Any, count: Any, training: bool) -> tuple[list[Any], Any]:
+    def _stream(self, data: Any, count: Any, training: bool, counted: bool) -> tuple[list[Any], Any]:
         model = self.model
         x, y, sample_weight = unpack(data)
         batch_size = size_of(first_tensor(x))
         by_pieces = metrics_stream(model)
         carried = self._carried()
-        totals = self._normalisers(data, count, batch_size, training, carried)
+        totals = self._normalisers(data, count, batch_size, training, carried) if counted else []
         book = Bookkeeping()
 
         def piece(start: Any, size: Any, state: list[Any]) -> Outcome:
@@ -114,10 +122,14 @@ class Phases:
             layers = statistics_layers(model) if training else []
             with scope, statistics.recorded(layers) as moments:
                 reductions = losses.Reductions(totals, share)
-                with tf.GradientTape(watch_accessed_variables=training) as tape, losses.replaced_by(reductions):
+                with tf.GradientTape(watch_accessed_variables=training) as tape:
                     y_pred = call(model, x, training)
-                    compiled = model._compile_loss(y, y_pred, sample_weight)
-                    added = self._added(scope, share)
+                    if any(len(leaf.shape) < 2 for leaf in tree.flatten(y_pred)):
+                        raise _MixingOutputsError
+                    # Around the compiled loss alone: a loss inside of the model is none of its shares.
+                    with losses.replaced_by(reductions):
+                        compiled = model._compile_loss(y, y_pred, sample_weight)
+                    added = self._added(scope, share, training)
                     scaled = self._scaled(_total([compiled, *added], compiled.dtype))
                 gradients = self._gradient(tape, scaled) if training else []
                 if by_pieces and model._compile_metrics is not None:
@@ -140,7 +152,7 @@ class Phases:
         outcome = over_pieces(piece, batch_size, count, [tf.convert_to_tensor(v.value) for v in carried], self.static)
         sums = iter(outcome.sums)
         compiled = next(sums)
-        added = [next(sums) for _ in self.added_losses]
+        added = [next(sums) for _ in self.added_losses[training]]
         terms = [next(sums) for _ in model._compile_loss._flat_losses]
         self._write_back(carried, outcome.state, book, sums)
         gradients, penalty = self._with_regularisers(book.gradients(model, sums, outcome.slices), training)
@@ -164,16 +176,16 @@ class Phases:
         def piece(start: Any, size: Any, state: list[Any]) -> Outcome:
             x, y, sample_weight = unpack(take(data, start, size))
             reductions = losses.Reductions(None, _share(size, batch_size))
-            with self.scope(list(zip(carried, state, strict=True))) as scope, losses.replaced_by(reductions):
+            with self.scope(list(zip(carried, state, strict=True))) as scope:
                 y_pred = call(self.model, x, training)
-                self.model._compile_loss(y, y_pred, sample_weight)
+                with losses.replaced_by(reductions):
+                    self.model._compile_loss(y, y_pred, sample_weight)
             return Outcome(state=[scope.get_current_value(v) for v in carried], sums=reductions.normalisers)
 
-        if not self._needs_normalisers(data):
-            return []
         return over_pieces(piece, batch_size, count, [tf.convert_to_tensor(v.value) for v in carried], self.static).sums
 
-    def _needs_normalisers(self, data: Any) -> bool:
+    def _may_mask(self, data: Any) -> bool:
+        """Whether normalisers are expected to depend on more than the number of samples. It saves a trace if not."""
         *_, sample_weight = unpack(data)
         masked = any(layer.supports_masking and _makes_mask(layer) for layer in self.model._flatten_layers())
         flat = [loss for _, loss, _, _ in self.model._compile_loss._flat_losses]
@@ -198,7 +210,7 @@ class Phases:
             return Outcome(
                 state=[scope.get_current_value(variable) for variable in carried],
                 sums=[
-                    *self._added(scope, share),
+                    *self._added(scope, share, training),
                     *(sum_ for _, sums in moments for sum_ in sums),
                     *(_weighted(value, share) for _, value in book.averaged),
                 ],
@@ -208,7 +220,7 @@ class Phases:
         before = [tf.convert_to_tensor(v.value) for v in carried]
         outcome = over_pieces(forward, batch_size, count, before, self.static)
         sums = iter(outcome.sums)
-        added = [next(sums) for _ in self.added_losses]
+        added = [next(sums) for _ in self.added_losses[training]]
         y_pred = book.predictions([_of_open_size(row) for row in outcome.rows] if self.open_size else outcome.rows)
         self._write_back(carried, outcome.state, book, sums)
         scope = get_stateless_scope()
@@ -239,7 +251,7 @@ class Phases:
             scope = self.scope(list(zip(carried, state, strict=True)))
             with scope, tf.GradientTape() as tape:
                 predictions = tree.flatten(call(model, inputs, True))
-                targets = [*predictions, *self._added(scope, _share(size, batch_size))]
+                targets = [*predictions, *self._added(scope, _share(size, batch_size), True)]
             targets = [target for target, want in zip(targets, wanted, strict=True) if want]
             gradients = self._gradient(tape, targets, [*take(per_sample, start, size), *per_loss])
             book.note(gradients, None, [], [])
@@ -262,18 +274,16 @@ class Phases:
         metrics = [v for v in self.model.metrics_variables if id(v) not in trackers]
         return seed_variables(self.model) + metrics
 
-    def _added(self, scope: PendingWrites, share: Any) -> list[Any]:
+    def _added(self, scope: PendingWrites, share: Any, training: bool) -> list[Any]:
         """The piece's share of every loss that layers added."""
-        if len(scope.losses) != len(self.added_losses):
-            raise RuntimeError(
-                f"The model's layers added {len(scope.losses)} losses while training and {len(self.added_losses)} "
-                "when they were examined. oomproof cannot split a batch whose number of losses changes."
+        kinds = self.added_losses[training]
+        if len(scope.losses) != len(kinds):
+            raise UnsupportedModelError(
+                f"The model's layers added {len(scope.losses)} losses to this batch and {len(kinds)} when they were "
+                "examined. A batch whose number of losses changes cannot be cut: add a loss of zero instead of none."
             )
         values = [tf.reduce_sum(self._floating(value)) for value in scope.losses]
-        return [
-            _weighted(value, share) if kind == "mean" else value
-            for value, kind in zip(values, self.added_losses, strict=True)
-        ]
+        return [_weighted(value, share) if kind == "mean" else value for value, kind in zip(values, kinds, strict=True)]
 
     def _floating(self, value: Any) -> Any:
         return value if keras.backend.is_float_dtype(value.dtype) else tf.cast(value, keras.backend.floatx())
@@ -306,6 +316,10 @@ class Phases:
             return gradients, penalty
         extra = self._gradient(tape, scaled)
         return [_add(a, b) for a, b in zip(gradients, extra, strict=True)], penalty
+
+
+class _MixingOutputsError(Exception):
+    """An output has nothing but samples, and Keras's losses and metrics reduce the last axis: that of the samples."""
 
 
 class Bookkeeping:
@@ -378,6 +392,11 @@ def _total(values: list[Any], dtype: Any) -> Any:
 def _with_masks(y_pred: Any) -> list[Any]:
     rows = []
     for leaf in tree.flatten(y_pred):
+        if len(leaf.shape) == 0:
+            raise UnsupportedModelError(
+                "An output of the model is a scalar, without a row for each sample, so a batch of it cannot be cut. "
+                "Give every output a batch dimension, or lower the batch size."
+            )
         rows.append(leaf)
         if (mask := keras_backend.get_keras_mask(leaf)) is not None:
             rows.append(mask)

@@ -9,6 +9,7 @@ nothing can run out of memory any more, and before it nothing has changed.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ class PendingWrites(keras.StatelessScope):  # type: ignore[misc]
         super().__init__(state_mapping=state, collect_losses=True, initialize_variables=False)
         self.state_mapping.update({id(variable): variable._value for variable in trainable})
         self._differentiated = {id(variable) for variable in trainable}
+        self.updating = False
         self.written: dict[int, Any] = {}
         self._scattered: dict[int, tuple[Any, list[tuple[str, tf.IndexedSlices]]]] = {}
 
@@ -75,16 +77,18 @@ class PendingWrites(keras.StatelessScope):  # type: ignore[misc]
     def end_of_gradients(self) -> None:
         """From here on writes are the update itself, which nothing is differentiated through."""
         self._differentiated = set()
+        self.updating = True
 
     def pending(self) -> list[tuple[Any, Any]]:
         """(variable, new value) of every dense write."""
         return [(variable, self.state_mapping[key]) for key, variable in self.written.items()]
 
-    def commit(self) -> None:
-        """Assigns everything, once everything has been computed."""
+    def commit(self, results: Sequence[Any] = ()) -> None:
+        """Assigns everything, once everything has been computed, `results` included."""
         dense = [(variable, tf.cast(value, variable._value.dtype)) for variable, value in self.pending()]
         sparse = [(v, kind, slices) for v, scatters in self._scattered.values() for kind, slices in scatters]
         everything = [value for _, value in dense] + [slices.values for *_, slices in sparse]
+        everything += [result for result in results if tf.is_tensor(result)]
         with after(everything):
             for variable, kind, slices in sparse:
                 getattr(variable._value, kind)(slices)
@@ -104,35 +108,25 @@ def after(tensors: Sequence[Any]) -> Iterator[None]:
 
 
 def apply_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scope: PendingWrites) -> None:
-    """`optimizer.apply`, with every write left pending in the scope, which must be the current one."""
+    """What Keras's own step calls, with every write left pending in the scope, which must be the current one."""
     scope.end_of_gradients()
     dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
     # Waiting for all gradients means that activations are gone before new values are made: lower peak.
-    with tf.name_scope(COMMIT_SCOPE), after(dense), _writes_deferred():
-        optimizer.apply(list(gradients), list(variables))
+    with tf.name_scope(COMMIT_SCOPE), after(dense):
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
 
-@contextlib.contextmanager
-def _writes_deferred() -> Iterator[None]:
-    # On the class, not the optimizer: optimizers hold others, and call what they override through super().
-    replaced = {name: vars(TFOptimizer)[name] for name in _NEUTRAL}
-    original_cond = keras_ops.cond
-    keras_ops.cond = _deferring_cond(original_cond)
-    for name, method in _NEUTRAL.items():
-        setattr(TFOptimizer, name, method)
-    try:
-        yield
-    finally:
-        keras_ops.cond = original_cond
-        for name, method in replaced.items():
-            setattr(TFOptimizer, name, method)
+def _updating_scope() -> PendingWrites | None:
+    """The scope whose update is being made in this thread, if any."""
+    scope = get_stateless_scope()
+    return scope if isinstance(scope, PendingWrites) and scope.updating else None
 
 
 def _deferred(kind: str, combine: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], None]:
     def write(optimizer: Any, variable: Any, value: Any) -> None:
         value = tf.cast(value, variable._value.dtype)
-        scope = get_stateless_scope()
-        if isinstance(value, tf.IndexedSlices):
+        scope = _updating_scope()
+        if isinstance(value, tf.IndexedSlices) and scope is not None:
             scope.add_scatter(variable, kind, value)
         else:
             variable.assign(combine(variable, value))
@@ -145,7 +139,7 @@ def _var_key(optimizer: Any, variable: Any) -> Any:
     return (variable._value if isinstance(variable, keras.Variable) else variable)._unique_id
 
 
-# What takes the place of TensorFlow's overrides while an update is traced. A subclass's own method stays.
+# What takes the place of TensorFlow's overrides while an update is made here. A subclass's own method stays.
 _NEUTRAL: dict[str, Callable[..., Any]] = {
     "_apply_weight_decay": BaseOptimizer._apply_weight_decay,
     "_backend_update_step": BaseOptimizer._backend_update_step,
@@ -162,8 +156,8 @@ def _deferring_cond(original: Callable[..., Any]) -> Callable[..., Any]:
     """A `keras.ops.cond` whose branches may write: what they write becomes an output of the cond."""
 
     def cond(pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
-        outer = get_stateless_scope()
-        if not isinstance(outer, PendingWrites):
+        outer = _updating_scope()
+        if outer is None:
             return original(pred, true_fn, false_fn)
         pred = tf.cast(pred, "bool")
         if tf.executing_eagerly():
@@ -201,4 +195,21 @@ def _branch_of(outer: PendingWrites) -> PendingWrites:
     scope = PendingWrites(())
     scope.state_mapping.update(outer.state_mapping)
     scope._scattered = dict(outer._scattered)
+    scope.updating = outer.updating
     return scope
+
+
+def _dispatching(neutral: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        return (original if _updating_scope() is None else neutral)(optimizer, *args, **kwargs)
+
+    return method
+
+
+# Put in place once and for all, and only where a scope of ours is being updated do they differ from Keras's: swapping
+# them for the time of a trace would be seen by other threads. On the class, not the optimizer: optimizers hold others,
+# and call what they override through super().
+for _name, _method in _NEUTRAL.items():
+    setattr(TFOptimizer, _name, _dispatching(_method, vars(TFOptimizer)[_name]))
+keras_ops.cond = _deferring_cond(keras_ops.cond)
