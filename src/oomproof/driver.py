@@ -240,7 +240,8 @@ class Driver:
         # Without a budget a few percent are risked: a needless split costs time in every step, a failure once.
         if need is None or need <= free * (1.0 if strict else 1.05) or volume <= batch.unit:
             return
-        if self.step.splittable(batch.data) and (strict or not self.step.caveats(batch.data)):
+        if self.step.splittable(batch.data) and (strict or not self._caveats_of(batch)):
+            self._probe(batch, volume)
             smaller = recover.smaller(sizing.evidence, volume, free, self._headroom)
             if smaller is not None:
                 self._resize(batch, "shrink", smaller, needed=need, free=free)
@@ -273,7 +274,7 @@ class Driver:
             )
         if not self.step.splittable(batch.data):
             return
-        self._probe(batch)
+        self._probe(batch, batch.size * batch.unit)
         evidence, free = self._sizing[batch.phase].evidence, self._free()
         volume = evidence.largest(free, batch.size * batch.unit, self._headroom)
         if volume is None or volume < batch.unit:
@@ -293,19 +294,24 @@ class Driver:
         if batch.phase == "train" and not self._lean and update > free * self._headroom:
             self._go_lean(batch, "plan", free, 0.0)
 
-    def _probe(self, batch: Batch) -> None:
-        """Measures a step on a few samples, at a few sizes. It writes nothing, so nothing has to be undone."""
+    def _probe(self, batch: Batch, below: int) -> None:
+        """Measures a step at a few sizes below one that is too large, unless that was done already.
+
+        A probe writes nothing, so nothing has to be undone.
+        """
+        sizing = self._sizing[batch.phase]
+        if sizing.evidence.upto(below // 2).needs:
+            return
         compiled = self.step.equal_pieces_only()
         if compiled and self.settings.budget is None:
             return  # Each size would be compiled for nothing: XLA's own error says what was needed.
-        sizing = self._sizing[batch.phase]
         fixed = self.step.resident()["gradients"] if batch.phase == "train" else 0
         # Below a limit a failed probe costs a wait. Above a budget it would break a promise.
         bold = self.settings.budget is None
         for _ in range(_COMPILED_PROBES if compiled else _PROBES):
             free = self._free()
             size = recover.next_probe(
-                sizing.evidence, free, batch.size * batch.unit, batch.unit, self._headroom, fixed=fixed, bold=bold
+                sizing.evidence.upto(below // 2), free, below, batch.unit, self._headroom, fixed=fixed, bold=bold
             )
             if size is None:
                 return
@@ -342,8 +348,8 @@ class Driver:
         sizing.evidence = sizing.evidence.with_failure(volume, free)
         smaller = None
         if volume > batch.unit and self.step.splittable(batch.data):
-            if self._measurable and not sizing.evidence.needs:
-                self._probe(batch)
+            if self._measurable:
+                self._probe(batch, volume)
             if sizing.evidence.failed_at(batch.unit):
                 # Not even one sample went through, so halving down to it would only cost waits.
                 self._give_up(batch, batch.size, shortage, free, seconds)
@@ -417,7 +423,9 @@ class Driver:
             )
         if batch.phase != "train" or self._caveats is not None:
             return
-        caveats = self.step.caveats(batch.data)
+        caveats = self._caveats_of(batch)
+        if caveats is None:
+            return
         if caveats and self.settings.exact_only:
             raise CannotFitError(
                 f"The batch of {batch.size} would have to be cut, which is not exact for this model: "
@@ -427,6 +435,15 @@ class Driver:
         self._caveats = caveats
         for caveat in caveats:
             self.journal.note("note", batch.phase, batch.size, f"not exact under micro-batching: {caveat}")
+
+    def _caveats_of(self, batch: Batch) -> tuple[str, ...] | None:
+        """What cutting changes for this model, or `None` while there is too little memory to look at it."""
+        try:
+            return self.step.caveats(batch.data)
+        except Exception as error:
+            if self.memory.shortage(error) is None:
+                raise
+            return None
 
     def _give_up(self, batch: Batch, pieces: int, shortage: Shortage, free: int | None, seconds: float) -> None:
         size = largest_piece(batch.size, pieces)

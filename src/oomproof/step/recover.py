@@ -41,6 +41,10 @@ class Evidence:
         size, need = max([(size, need), *((s, n) for s, n in self.needs if _close(s, size))], key=lambda pair: pair[1])
         return dataclasses.replace(self, needs=tuple(sorted([*kept, (size, need)])))
 
+    def upto(self, size: int) -> Evidence:
+        """Only what was measured at this size or below."""
+        return dataclasses.replace(self, needs=tuple((s, need) for s, need in self.needs if s <= size))
+
     def measured(self, size: int) -> bool:
         """Whether this size, or one that is as good as the same, has been measured."""
         return any(_close(s, size) for s, _ in self.needs)
