@@ -201,6 +201,8 @@ class TensorFlowStep:
                 gradients, logs = phases.split(data, pieces, training)
             else:
                 gradients, logs = phases.whole(data, training)
+            # A metric may return its variable: what counts is the value that is pending.
+            logs = tree.map_structure(lambda log: log.value if isinstance(log, keras.Variable) else log, logs)
             if kind == "fused" and gradients:
                 apply_gradients(self.model.optimizer, gradients, self.model.trainable_weights, scope)
             if kind == "gradients":
