@@ -29,12 +29,12 @@ def full_batch_gradients(
     if python_function is None:
         return _compute(loss_fn, variables, data, pieces)
     if not tf.executing_eagerly():
-        return _compute(tf.autograph.to_graph(python_function), variables, data, pieces)
+        return _compute(_with_control_flow(python_function), variables, data, pieces)
     known = _programs.setdefault(loss_fn, {})
     key = tuple(id(variable) for variable in variables)
     if key not in known:
         # Not the tf.function itself: what it writes to Keras variables would stay inside of its graph.
-        converted = tf.autograph.to_graph(python_function)
+        converted = _with_control_flow(python_function)
         known[key] = tf.function(
             lambda data, count: _compute(converted, variables, data, count),
             reduce_retracing=True,
@@ -42,6 +42,16 @@ def full_batch_gradients(
         )
     loss, gradients = known[key](data, tf.cast(pieces, tf.int64))
     return loss, gradients
+
+
+def _with_control_flow(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with its ifs and loops on tensors made graph ops, as tf.function itself would do."""
+    try:
+        converted: Callable[..., Any] = tf.autograph.to_graph(function)
+    except Exception:
+        # Without source code, as at a prompt, tf.function takes a function as it is too.
+        return function
+    return converted
 
 
 def _compute(loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, pieces: Any) -> tuple[Any, list[Any]]:
