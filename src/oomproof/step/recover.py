@@ -103,7 +103,9 @@ class Evidence:
     def _below_failures(self, size: int, free: int) -> int:
         for failure in self.failures:
             if size >= failure.size and (failure.free is None or free < failure.free * MORE_ROOM):
-                size = min(size, int(failure.size * 0.9), failure.size - 1)
+                # After a second failure the measurements are known to promise too much.
+                share = 0.9 if len(self.failures) == 1 else 0.75
+                size = min(size, int(failure.size * share), failure.size - 1)
         return max(size, 0)
 
 
