@@ -1,10 +1,10 @@
-"""What a guarded step costs beside Keras's own, in time and memory, whole and in pieces.
+"""What a guarded step costs beside Keras's own, in time and memory, whole and in pieces, on the backend Keras runs on.
 
-    python benchmarks/step.py                  CPU: graph mode, TensorFlow's limited allocator so that peaks can be read
-    python benchmarks/step.py --device gpu     GPU: graph mode and XLA, the sizes that docs/step.md quotes
+    python benchmarks/step.py                  CPU, TensorFlow's limited allocator so that peaks can be read
+    KERAS_BACKEND=jax python benchmarks/step.py --device gpu --parts whole-conv,pieces-conv,pieces-transformer
 
 Plain and guarded steps alternate, so that whatever else the machine does falls on both alike. Writes
-benchmarks/results/step-DEVICE.json.
+benchmarks/results/step-DEVICE-BACKEND.json after each part, so that a run that is cut short leaves what it has.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
 parser.add_argument("--steps", type=int, default=40)
-parser.add_argument("--parts", default="whole-graph,whole-xla,pieces-graph,pieces-xla", help="what to run, GPU only")
+parser.add_argument("--jit", choices=["auto", "yes", "no"], default="auto", help="jit_compile; auto is Keras's choice")
+parser.add_argument("--parts", default="whole-conv,pieces-conv")
+parser.add_argument("--pieces", default="1,4,16")
+parser.add_argument("--name", default=None, help="name of the result; step-DEVICE-BACKEND otherwise")
 arguments = parser.parse_args()
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 if arguments.device == "cpu":
     os.environ |= {
         "TF_CPU_ALLOCATOR_USE_BFC": "true",
@@ -31,79 +34,89 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
 
 import oomproof  # noqa: E402
 from _common import write_result  # noqa: E402
+from _steppers import Stepper, stepper_class  # noqa: E402
 
-Make = Callable[[], Any]
-Shape = tuple[int, ...]
-DEVICE = "GPU:0" if arguments.device == "gpu" else "CPU:0"
+JIT: Any = {"auto": "auto", "yes": True, "no": False}[arguments.jit]
+Workload = tuple[Callable[[], Any], Any, Any]
 
 
-def conv_net(size: int, blocks: int, width: int) -> keras.Model:
+def conv(size: int, blocks: int, width: int, batch: int) -> Workload:
     """Convolutions and LayerNorm: no batch statistics, so pieces are exact."""
+
+    def make() -> Any:
+        layers = [keras.Input((size, size, 3))]
+        for _ in range(blocks):
+            layers += [
+                keras.layers.Conv2D(width, 3, padding="same", activation="relu"),
+                keras.layers.LayerNormalization(),
+            ]
+        return keras.Sequential([*layers, keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)])
+
+    rng = np.random.default_rng(0)
+    return make, rng.normal(size=(batch, size, size, 3)).astype("float32"), rng.integers(0, 10, batch)
+
+
+def transformer(depth: int, width: int, steps: int, batch: int, words: int = 1000) -> Workload:
+    def make() -> Any:
+        x = inputs = keras.Input((steps,), dtype="int32")
+        x = keras.layers.Embedding(words, width)(x)
+        for _ in range(depth):
+            attention = keras.layers.MultiHeadAttention(8, width // 8)
+            x = keras.layers.LayerNormalization()(keras.layers.Add()([x, attention(x, x)]))
+            hidden = keras.layers.Dense(width)(keras.layers.Dense(4 * width, activation="gelu")(x))
+            x = keras.layers.LayerNormalization()(keras.layers.Add()([x, hidden]))
+        return keras.Model(inputs, keras.layers.Dense(words)(x))
+
+    rng = np.random.default_rng(0)
+    return make, rng.integers(0, words, (batch, steps)), rng.integers(0, words, (batch, steps))
+
+
+def workload(name: str) -> Workload:
+    if arguments.device == "cpu":
+        return conv(32, 4, 32, 64) if name == "conv" else transformer(2, 64, 64, 16)
+    # About as large as the nets of the first measurements: 9.9 GB and 14.9 GB of activations with XLA.
+    return conv(64, 6, 96, 512) if name == "conv" else transformer(6, 512, 512, 64)
+
+
+def stepper(work: Workload, guarded: bool, pieces: int = 1) -> Stepper:
+    make, x, y = work
     keras.utils.set_random_seed(0)
-    layers = [keras.Input((size, size, 3))]
-    for _ in range(blocks):
-        layers += [keras.layers.Conv2D(width, 3, padding="same", activation="relu"), keras.layers.LayerNormalization()]
-    return keras.Sequential([*layers, keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)])
-
-
-def compiled(make: Make, jit: bool) -> keras.Model:
     model = make()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss, metrics=["accuracy"], jit_compile=jit)
-    return model
+    model.compile("adam", loss, metrics=["accuracy"], jit_compile=JIT)
+    if guarded:
+        oomproof.guard(model, micro_batch_size="auto" if pieces == 1 else -(-len(x) // pieces))
+    found = stepper_class()(model, x, y, arguments.device)
+    print(f"first step: {found.first_step_seconds:.1f} s (guarded={guarded}, pieces={pieces})", flush=True)
+    return found
 
 
-class Stepper:
-    """One model and its own endless iterator; `step()` runs one logical batch the way `fit` does."""
-
-    def __init__(self, make: Make, batch: int, shape: Shape, jit: bool, guarded: bool, pieces: int = 1) -> None:
-        self.model = compiled(make, jit)
-        if guarded:
-            oomproof.guard(self.model, micro_batch_size="auto" if pieces == 1 else -(-batch // pieces))
-        rng = np.random.default_rng(0)
-        x, y = rng.normal(size=(batch, *shape)).astype("float32"), rng.integers(0, 10, batch)
-        dataset = tf.data.Dataset.from_tensors((x, y)).repeat()
-        began = time.perf_counter()
-        self.model.fit(dataset, steps_per_epoch=1, verbose=0)
-        self.first_step_seconds = time.perf_counter() - began
-        print(
-            f"first step: {self.first_step_seconds:.1f} s (guarded={guarded}, jit={jit}, pieces={pieces})", flush=True
-        )
-        self.iterator = iter(dataset)
-
-    def step(self) -> float:
-        began = time.perf_counter()
-        logs = self.model.train_function(self.iterator)
-        float(logs["loss"])  # Waits for the device.
-        return time.perf_counter() - began
-
-    def peak(self) -> int:
-        tf.config.experimental.reset_memory_stats(DEVICE)
-        before = tf.config.experimental.get_memory_info(DEVICE)["current"]
-        self.step()
-        return int(tf.config.experimental.get_memory_info(DEVICE)["peak"] - before)
-
-
-def side_by_side(make: Make, batch: int, shape: Shape, jit: bool) -> dict[str, Any]:
+def side_by_side(name: str) -> dict[str, Any]:
     """Everything fits: guarded / plain."""
-    plain, guarded = (Stepper(make, batch, shape, jit, guarded=g) for g in (False, True))
+    work = workload(name)
+    plain, guarded = (stepper(work, guarded=g) for g in (False, True))
     for _ in range(3):
         plain.step(), guarded.step()
     pairs = [(plain.step(), guarded.step()) for _ in range(arguments.steps)]
+    # Without waiting after each step, as fit runs when nobody looks at the numbers.
+    fits = [(plain.fit(arguments.steps), guarded.fit(arguments.steps)) for _ in range(3)]
     gradients = sum(int(np.prod(v.shape)) * 4 for v in plain.model.trainable_variables)
-    plain_peak, guarded_peak = (max(s.peak() for _ in range(3)) for s in (plain, guarded))
+    plain_peak, guarded_peak = plain.peak(), guarded.peak()
     return {
-        "batch": batch,
-        "jit_compile": jit,
+        "workload": name,
+        "batch": len(work[1]),
+        "jit_compile": bool(plain.model.jit_compile),
         "steps": len(pairs),
         "plain_ms": statistics.median(p for p, _ in pairs) * 1e3,
         "guarded_ms": statistics.median(g for _, g in pairs) * 1e3,
         "time_ratio": statistics.median(g for _, g in pairs) / statistics.median(p for p, _ in pairs),
         "paired_time_ratio": statistics.median(g / p for p, g in pairs),
+        "fit_plain_ms": statistics.median(p for p, _ in fits) * 1e3,
+        "fit_guarded_ms": statistics.median(g for _, g in fits) * 1e3,
+        "fit_ratio": statistics.median(g for _, g in fits) / statistics.median(p for p, _ in fits),
         "plain_peak": plain_peak,
         "guarded_peak": guarded_peak,
         "one_set_of_gradients": gradients,
@@ -112,12 +125,14 @@ def side_by_side(make: Make, batch: int, shape: Shape, jit: bool) -> dict[str, A
     }
 
 
-def in_pieces(make: Make, batch: int, shape: Shape, jit: bool, counts: list[int]) -> dict[str, Any]:
+def in_pieces(name: str, counts: list[int]) -> dict[str, Any]:
     """The same batch whole and in pieces: peak against fixed + slope × piece, time against whole."""
-    whole = Stepper(make, batch, shape, jit, guarded=True)
+    work = workload(name)
+    batch = len(work[1])
+    whole = stepper(work, guarded=True)
     rows = []
     for count in counts:
-        split = Stepper(make, batch, shape, jit, guarded=True, pieces=count) if count > 1 else whole
+        split = stepper(work, guarded=True, pieces=count) if count > 1 else whole
         for _ in range(3):
             whole.step(), split.step()
         pairs = [(whole.step(), split.step()) for _ in range(max(10, arguments.steps // 3))]
@@ -125,50 +140,37 @@ def in_pieces(make: Make, batch: int, shape: Shape, jit: bool, counts: list[int]
             {
                 "pieces": count,
                 "micro": -(-batch // count),
-                "peak": statistics.median(split.peak() for _ in range(5)),
+                "peak": split.peak(),
                 "ms": statistics.median(s for _, s in pairs) * 1e3,
                 "time_vs_whole": statistics.median(s for _, s in pairs) / statistics.median(w for w, _ in pairs),
                 "first_step_seconds": split.first_step_seconds,
             }
         )
         print("   ", rows[-1], flush=True)
+        if count > 1:
+            split.close()
     split_rows = [row for row in rows if row["pieces"] > 1]
-    slope, fixed = np.polyfit([r["micro"] for r in split_rows], [r["peak"] for r in split_rows], 1)
-    for row in split_rows:
-        row["off_the_line"] = row["peak"] / (fixed + slope * row["micro"]) - 1
-    return {
-        "batch": batch,
-        "jit_compile": jit,
-        "rows": rows,
-        "fixed": fixed,
-        "slope": slope,
-        "largest_deviation": max(abs(row["off_the_line"]) for row in split_rows),
-    }
+    found = {"workload": name, "batch": batch, "jit_compile": bool(whole.model.jit_compile), "rows": rows}
+    if len(split_rows) > 2:
+        slope, fixed = np.polyfit([r["micro"] for r in split_rows], [r["peak"] for r in split_rows], 1)
+        for row in split_rows:
+            row["off_the_line"] = row["peak"] / (fixed + slope * row["micro"]) - 1
+        found |= {"fixed": fixed, "slope": slope, "largest_deviation": max(abs(r["off_the_line"]) for r in split_rows)}
+    return found
 
 
 def main() -> None:
-    result: dict[str, Any] = {"whole": [], "pieces": []}
-
-    def save() -> None:
-        write_result(f"step-{arguments.device}", result)
-
-    if arguments.device == "cpu":
-        result["whole"].append(side_by_side(lambda: conv_net(32, 4, 32), 64, (32, 32, 3), jit=False))
-        print(result["whole"][-1], flush=True)
-        result["pieces"].append(in_pieces(lambda: conv_net(32, 4, 32), 256, (32, 32, 3), False, [1, 2, 4, 8, 16, 32]))
-    else:
-        # XLA's first compile of a convolution takes minutes with some versions of cuDNN, so it comes last.
-        for part in arguments.parts.split(","):
-            what, mode = part.split("-")
-            net, shape, jit = (lambda: conv_net(32, 6, 128)), (32, 32, 3), mode == "xla"
-            if what == "whole":
-                result["whole"].append(side_by_side(net, 512, shape, jit))
-                print(result["whole"][-1], flush=True)
-            else:
-                counts = [1, 4, 16] if jit else [1, 2, 4, 8, 16, 32]
-                result["pieces"].append(in_pieces(net, 512, shape, jit, counts))
-            save()
-    save()
+    backend = keras.backend.backend()
+    result: dict[str, Any] = {"backend": backend, "peak_is": stepper_class().peak_is, "whole": [], "pieces": []}
+    for part in arguments.parts.split(","):
+        what, name = part.split("-")
+        if what == "whole":
+            result["whole"].append(side_by_side(name))
+            print(result["whole"][-1], flush=True)
+        else:
+            result["pieces"].append(in_pieces(name, [int(count) for count in arguments.pieces.split(",")]))
+        write_result(arguments.name or f"step-{arguments.device}-{backend}", result)
+        keras.utils.clear_session(free_memory=True)
 
 
 main()

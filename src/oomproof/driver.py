@@ -12,7 +12,7 @@ import dataclasses
 import time
 from typing import Any
 
-from oomproof.backends.base import DeviceMemory, Shortage, Step
+from oomproof.backends.base import DeviceMemory, Flight, Shortage, Step
 from oomproof.errors import BackendError, CannotFitError, RecoveryFailedError
 from oomproof.journal import Journal, listed, reason
 from oomproof.records import EventKind, Phase, Plan, Run
@@ -76,6 +76,8 @@ class Driver:
 
     def __init__(self, step: Step, memory: DeviceMemory, settings: Settings) -> None:
         self.step = step
+        self.step.budget = settings.budget
+        self.step.settle = self.settle
         self.memory = memory
         self.settings = settings
         self.journal = Journal()
@@ -121,6 +123,35 @@ class Driver:
 
     def run(self, phase: Phase, data: Any, spec: Any = None) -> Any:
         """Runs one logical batch and returns what Keras expects."""
+        self.settle(everything=False)
+        return self._run(phase, data, spec)
+
+    def settle(self, everything: bool = True) -> None:
+        """Waits for steps that were believed before they were done, and runs those again that failed after all."""
+        while failed := list(self.step.land(everything)):
+            try:
+                self._repeat(failed)
+            finally:
+                for flight in failed:  # What could not be repeated: nobody shall wait for it.
+                    flight.repeated_with(None)
+
+    def _repeat(self, failed: list[Flight]) -> None:
+        error, self.step.failure = self.step.failure, None
+        assert error is not None
+        shortage = self.memory.shortage(error)
+        if shortage is None:
+            raise error
+        del error
+        for flight in failed:
+            self.journal.steps[flight.batch[0]] -= 1
+        phase, data, spec = failed[0].batch
+        batch = Batch(phase, data, spec, self.step.batch_size(data), self.step.sample_bytes(data))
+        self._recover(batch, self._pieces(batch), shortage, 0.0)
+        while failed:
+            logs = self._run(*failed[0].batch)
+            failed.pop(0).repeated_with(logs)
+
+    def _run(self, phase: Phase, data: Any, spec: Any) -> Any:
         if phase not in self._prepared:
             self._prepare(phase, data)
         batch = Batch(phase, data, spec, self.step.batch_size(data), self.step.sample_bytes(data))
@@ -365,7 +396,7 @@ class Driver:
     def _release(self) -> None:
         # Collecting garbage takes a good part of a second in a large process, so only where it is needed.
         use = self.memory.usage()
-        if use is None or use.current > self._resting + 2**20:
+        if not self._measurable or use is None or use.current > self._resting + 2**20:
             self.memory.release()
 
     def _go_lean(self, batch: Batch, kind: EventKind, free: int | None, seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -222,6 +223,11 @@ class _Guard:
             # Keras re-raises "from None"; the framework's own error is what the user needs to see.
             error.__cause__ = driver.last_error
             raise
+        except BaseException:
+            # Steps that are still on their way must not fail unseen, with the model's values in them.
+            with contextlib.suppress(Exception):
+                driver.settle()
+            raise
         finally:
             self._depth -= 1
         if name == "fit" and result is not None:
@@ -233,7 +239,7 @@ class _Guard:
         self._backend.check_model(self._model)
         if self._driver is None:
             self._driver = Driver(self._backend.step(self._model), self._backend.memory(), self._settings)
-        left_out = set(_PHASES) - set(self._backend.install(self._model, self._driver.run))
+        left_out = set(_PHASES) - set(self._backend.install(self._model, self._driver.run, self._driver.settle))
         for phase in sorted(left_out - self._told):
             logger.warning(f"oomproof: the model has its own {phase}_step, which is left to Keras and not guarded")
         self._told |= left_out

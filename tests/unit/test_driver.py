@@ -235,3 +235,30 @@ def test_a_given_size_is_kept_to():
         driver.begin_epoch(epoch)
         driver.run("train", BATCH)
     assert {pieces for *_, pieces in driver.step.done} == {6}
+
+
+@pytest.mark.parametrize("late", [{0}, {1}, {3}, {1, 2}, {0, 5}])
+def test_steps_that_fail_late_run_again_in_order(late):
+    memory = FakeMemory(limit=1000)
+    step = FakeStep(memory, late=frozenset(late))
+    driver = Driver(step, memory, Settings())
+    batches = [[number] * 8 for number in range(4)]
+    for batch in batches:
+        driver.run("train", batch)
+    driver.settle()
+    assert [samples for _, samples, _ in step.done] == batches
+    assert driver.journal.steps["train"] == 4
+    assert step.flights == []
+    assert driver.record("fake", {}).ooms >= 1
+    assert max(pieces for *_, pieces in step.done) > 1
+
+
+def test_a_late_failure_that_is_not_about_memory_is_raised():
+    memory = FakeMemory(limit=1000)
+    step = FakeStep(memory, late=frozenset({0}))
+    driver = Driver(step, memory, Settings())
+    driver.run("train", [1] * 8)
+    memory.shortage = lambda error: None
+    with pytest.raises(FakeShortageError):
+        driver.settle()
+    assert step.done == []

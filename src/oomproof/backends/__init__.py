@@ -8,7 +8,11 @@ from oomproof.backends.base import Backend
 from oomproof.errors import BackendError
 
 # Filled in as backends are written; what is not here is refused with a clear message.
-SUPPORTED = {"tensorflow": "oomproof.backends.tensorflow"}
+SUPPORTED = {
+    "jax": "oomproof.backends.jax",
+    "tensorflow": "oomproof.backends.tensorflow",
+    "torch": "oomproof.backends.torch",
+}
 
 
 def current() -> Backend:

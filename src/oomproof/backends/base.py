@@ -62,6 +62,13 @@ class Step(Protocol):
     `spec` is what the backend's own `install` passed along with the batch: how it wants the batch traced.
     """
 
+    # Bytes not to be exceeded, for steps that know what a program needs before it runs.
+    budget: int | None
+    # Waits for every step that was believed, and runs those again that failed. The driver's.
+    settle: Callable[[], None]
+    # What the steps died of that `land` returned.
+    failure: Exception | None
+
     def prepare(self, data: Data, phase: Phase) -> None:
         """Builds model, optimizer and metrics where they are not built yet."""
 
@@ -82,6 +89,13 @@ class Step(Protocol):
     def gradients(self, data: Data, pieces: int) -> tuple[float, list[Any]]:
         """Loss and gradients as dense arrays, unscaled. Writes nothing."""
 
+    def land(self, everything: bool) -> Sequence[Flight]:
+        """Waits for steps whose outcome was believed, all of them or all but the newest.
+
+        Returns:
+            Those that failed after all, in order, once everything they wrote is put back.
+        """
+
     def probe(self, data: Data, samples: int, phase: Phase) -> None:
         """Runs the first samples and throws the outcome away. Writes nothing."""
 
@@ -96,6 +110,15 @@ class Step(Protocol):
 
     def resident(self) -> dict[str, int]:
         """Bytes that are on the device whatever the batch: weights, optimizer, gradients."""
+
+
+class Flight(Protocol):
+    """A step that was believed before it was done."""
+
+    batch: tuple[Phase, Data, Any]
+
+    def repeated_with(self, logs: Logs | None) -> None:
+        """Its batch has been run again, or cannot be: whoever was given its logs reads these, or not a number."""
 
 
 # Runs one logical batch: (phase, data, spec) -> what Keras expects back.
@@ -116,8 +139,11 @@ class Backend(Protocol):
 
     def step(self, model: Any) -> Step: ...
 
-    def install(self, model: Any, run: RunBatch) -> Sequence[str]:
-        """Puts `run` where Keras looks for its train, test and predict functions; returns the phases it took."""
+    def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
+        """Puts `run` where Keras looks for its train, test and predict functions; returns the phases it took.
+
+        `settle` is to be called before anybody else reads the model's values.
+        """
 
     def uninstall(self, model: Any) -> None: ...
 

@@ -55,6 +55,18 @@ class FakeMemory:
 
 
 @dataclasses.dataclass
+class FakeFlight:
+    """A step that was believed."""
+
+    batch: tuple[Phase, Any, Any]
+    fails: bool
+    repeated: Any = None
+
+    def repeated_with(self, logs: Any) -> None:
+        self.repeated = logs
+
+
+@dataclasses.dataclass
 class FakeStep:
     """Remembers in `done` every batch that went through, as (phase, samples, pieces)."""
 
@@ -66,6 +78,24 @@ class FakeStep:
     inexact: tuple[str, ...] = ()
     done: list[tuple[Phase, list[Any], int]] = dataclasses.field(default_factory=list)
     probes: list[int] = dataclasses.field(default_factory=list)
+    # Numbers of the training steps that are believed and fail later.
+    late: frozenset[int] = frozenset()
+    flights: list[FakeFlight] = dataclasses.field(default_factory=list)
+    budget: int | None = None
+    failure: Exception | None = None
+    trained: int = 0
+
+    def settle(self) -> None: ...
+
+    def land(self, everything: bool) -> list[FakeFlight]:
+        while len(self.flights) > (0 if everything else 1):
+            if self.flights[0].fails:
+                failed, self.flights = self.flights, []
+                self.failure = FakeShortageError("step")
+                del self.done[len(self.done) - len(failed) :]
+                return failed
+            self.flights.pop(0)
+        return []
 
     def prepare(self, data: Any, phase: Phase) -> None:
         pass
@@ -82,6 +112,9 @@ class FakeStep:
     def train(self, data: Any, pieces: int, lean: bool, spec: Any = None) -> Any:
         self._gradients(largest_piece(len(data), pieces))
         self.memory.take(self.update // 3 if lean else self.update, "commit")
+        if self.late:
+            self.flights.append(FakeFlight(("train", data, spec), self.trained in self.late))
+        self.trained += 1
         return self._done("train", data, pieces)
 
     def test(self, data: Any, pieces: int, spec: Any = None) -> Any:

@@ -67,7 +67,7 @@ class Reductions:
             value = self._divide(total, valid * (_count(values, values.dtype) / total_elements))
         else:
             # As many elements for every sample: the whole batch has count / share of them.
-            value = ops.divide_no_nan(total * ops.cast(self._share, values.dtype), _count(values, values.dtype))
+            value = ops.divide_no_nan(times(total, self._share), _count(values, values.dtype))
         self.values.append(value)
         return value
 
@@ -79,6 +79,11 @@ class Reductions:
         if index >= len(self._totals):
             raise UncountedNormaliserError
         return ops.divide_no_nan(total, self._totals[index])
+
+
+def times(value: Any, share: Any) -> Any:
+    """A tensor times a share. Where that is a plain number, Keras's own cast would take it through float32."""
+    return value * (share if isinstance(share, float) else ops.cast(share, value.dtype))
 
 
 def _weight(sample_weight: Any, mask: Any, dtype: Any) -> Any:

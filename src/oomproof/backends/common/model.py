@@ -58,7 +58,8 @@ def seed_variables(model: Any) -> list[Any]:
     # Layers that were given no seed and keep no generator draw from a global one.
     shared = global_state.get_global_attribute("global_seed_generator")
     found = [generator for layer in layers(model) for generator in getattr(layer, "_seed_generators", ())]
-    found += [shared] if shared is not None else []
+    # Keras on JAX refuses that one in compiled steps and forgets its draws in others.
+    found += [shared] if shared is not None and keras.backend.backend() != "jax" else []
     return list({id(generator.state): generator.state for generator in found}.values())
 
 
@@ -125,6 +126,24 @@ def _by_sample(function: Any, options: dict[str, Any]) -> bool:
 
 def _is_kerass(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).startswith("keras.src.")
+
+
+def may_mask(model: Any, data: Any) -> bool:
+    """Whether normalisers of losses are expected to depend on more than the number of samples."""
+    *_, sample_weight = unpack(data)
+    masked = any(layer.supports_masking and _makes_mask(layer) for layer in model._flatten_layers())
+    flat = [loss for _, loss, _, _ in model._compile_loss._flat_losses]
+    weighted = sample_weight is not None and any(loss.reduction == "mean_with_sample_weight" for loss in flat)
+    return masked or weighted or any(getattr(loss, "ignore_class", None) is not None for loss in flat)
+
+
+def _makes_mask(layer: Any) -> bool:
+    """Whether a layer may bring a mask into the model. Layers of unknown kind may."""
+    if isinstance(layer, keras.layers.Embedding):
+        return bool(layer.mask_zero)
+    if isinstance(layer, keras.layers.Masking | keras.layers.Lambda):
+        return True
+    return not type(layer).__module__.startswith("keras.src.")
 
 
 def fixed_regularisers(model: Any) -> list[Any]:

@@ -18,7 +18,9 @@ from keras import tree
 from oomproof._version import __version__
 from oomproof.backends.base import RunBatch
 from oomproof.backends.common.model import check_has_no_own_step, overrides
+from oomproof.backends.common.seam import pulled, samples_in
 from oomproof.backends.tensorflow.device import TensorFlowMemory
+from oomproof.backends.tensorflow.engine import as_tensors
 from oomproof.backends.tensorflow.gradients import full_batch_gradients
 from oomproof.backends.tensorflow.pieces import take
 from oomproof.backends.tensorflow.step import TensorFlowStep
@@ -57,7 +59,7 @@ class TensorFlowBackend:
     def step(self, model: Any) -> TensorFlowStep:
         return TensorFlowStep(model)
 
-    def install(self, model: Any, run: RunBatch) -> Sequence[str]:
+    def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         taken = []
         for phase, function in _FUNCTIONS.items():
             # A step of the user's own is left to Keras; only train_step is refused (check_model).
@@ -80,18 +82,10 @@ class TensorFlowBackend:
             return 32  # What Keras takes for arrays.
         return None
 
-    def samples_in(self, data: Any) -> int:
-        leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
-        sizes = {len(leaf) if not tf.is_tensor(leaf) else leaf.shape[0] for leaf in leaves if len(leaf.shape)}
-        if len(sizes) != 1 or None in sizes or any(len(leaf.shape) == 0 for leaf in leaves):
-            raise ValueError(
-                "Expected every tensor in `data` to have the same known number of samples in its first dimension. "
-                f"Received shapes: {[tuple(leaf.shape) for leaf in leaves]}"
-            )
-        return int(sizes.pop())
+    samples_in = staticmethod(samples_in)
 
     def as_batch(self, x: Any, y: Any, sample_weight: Any) -> Any:
-        return tree.map_structure(_as_tensor, (x, y, sample_weight))
+        return as_tensors((x, y, sample_weight))
 
     def part_of(self, data: Any, start: int, stop: int) -> Any:
         return take(data, start, stop - start)
@@ -111,7 +105,7 @@ def _on_iterator(model: Any, run: RunBatch, phase: Phase, iterator: Iterator[Any
     spec = _spec_of(iterator)
     for done in range(model.steps_per_execution):
         try:
-            data = _pull(iterator)
+            data = as_tensors(pulled(iterator))
         except StopIteration:
             if done == 0:
                 raise
@@ -120,32 +114,11 @@ def _on_iterator(model: Any, run: RunBatch, phase: Phase, iterator: Iterator[Any
     return logs
 
 
-def _pull(iterator: Iterator[Any]) -> Any:
-    try:
-        data = next(iterator)
-    except StopIteration:
-        raise
-    except Exception as error:
-        error.add_note(
-            "oomproof: this was raised while the next batch was read from the data, not by a training step; "
-            "the model is as it was after the last finished batch."
-        )
-        raise
-    return tree.map_structure(_as_tensor, data)
-
-
 def _on_list(model: Any, run: RunBatch, phase: Phase, batches: Sequence[Any]) -> Any:
-    outputs = [run(phase, tree.map_structure(_as_tensor, batch), None) for batch in batches]
+    outputs = [run(phase, as_tensors(batch), None) for batch in batches]
     if len(outputs) == 1:
         return outputs[0]
     return tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *outputs)
-
-
-def _as_tensor(leaf: Any) -> Any:
-    """Data as a graph takes it. Keras marks a part that is not there with an empty Optional."""
-    if leaf is None or isinstance(leaf, tf.experimental.Optional):
-        return None
-    return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
 
 
 def _spec_of(iterator: Iterator[Any]) -> Any:

@@ -10,7 +10,10 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from oomproof.backends.tensorflow.pieces import Outcome, batch_leaves, over_pieces, size_of, take
+from oomproof.backends.common.engine import Outcome
+from oomproof.backends.common.own_loss import loss_of, sum_and_normaliser
+from oomproof.backends.common.step import batch_leaves
+from oomproof.backends.tensorflow.pieces import finished, over_pieces, size_of, take
 from oomproof.backends.tensorflow.writes import PendingWrites, after
 
 # Programs of loss functions that are tf.functions, so that a loop compiles each of them once.
@@ -59,19 +62,17 @@ def _compute(loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, p
     values = [variable._value if isinstance(variable, keras.Variable) else variable for variable in variables]
     batch_size = size_of(batch_leaves(data)[0])
     carried = [] if isinstance(pieces, int) and pieces == 1 else _counters(loss_fn, tracked, data)
-    kinds: list[bool] = []
     written: list[tuple[Any, Any]] = []
 
     def piece(start: Any, size: Any, state: list[Any]) -> Outcome:
         scope = PendingWrites(tracked, list(zip(carried, state, strict=True)))
         with scope, tf.GradientTape() as tape:
             tape.watch(values)
-            total, normaliser = _sum_and_normaliser(_call(loss_fn, take(data, start, size)))
+            total, normaliser = sum_and_normaliser(loss_of(loss_fn, take(data, start, size)))
         found = tape.gradient(total, values)
         for gradient, variable in zip(found, values, strict=True):
             if isinstance(gradient, tf.Tensor):
                 gradient.set_shape(variable.shape)
-        kinds[:] = [isinstance(g, tf.IndexedSlices) for g in found]
         share = tf.cast(size, tf.float64) / tf.cast(batch_size, tf.float64)
         handed_on = {id(variable) for variable in carried}
         pending = [(variable, value) for variable, value in scope.pending() if id(variable) not in handed_on]
@@ -82,22 +83,18 @@ def _compute(loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, p
                 total,
                 tf.cast(normaliser, total.dtype),
                 *(tf.cast(value, tf.float64) * share for _, value in pending),
-                *(g for g in found if not isinstance(g, tf.IndexedSlices)),
             ],
-            slices=[g for g in found if isinstance(g, tf.IndexedSlices)],
+            gradients=found,
         )
 
     start = [tf.convert_to_tensor(variable.value) for variable in carried]
     outcome = over_pieces(piece, batch_size, pieces, start, static=False)
-    sums, rows = iter(outcome.sums), iter(outcome.slices)
+    sums = iter(outcome.sums)
     total, normaliser = next(sums), next(sums)
     means = [(variable, dtype, next(sums)) for variable, dtype in written]
     updates = [(v, tf.cast(mean if dtype.is_floating else tf.round(mean), dtype)) for v, dtype, mean in means]
     updates += zip(carried, outcome.state, strict=True)
-    gradients = [
-        _divided(next(rows) if sparse else next(sums), normaliser, variable)
-        for variable, sparse in zip(values, kinds, strict=True)
-    ]
+    gradients = [_divided(gradient, normaliser) for gradient in finished(outcome.gradients, values)]
     loss = tf.math.divide_no_nan(total, normaliser)
     dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
     with after([loss, *dense, *(value for _, value in updates)]):
@@ -106,46 +103,22 @@ def _compute(loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, p
     return loss, gradients
 
 
-def _call(loss_fn: Callable[..., Any], data: Any) -> Any:
-    return loss_fn(*data) if isinstance(data, tuple) else loss_fn(data)
-
-
 def _counters(loss_fn: Callable[..., Any], tracked: Sequence[Any], data: Any) -> list[Any]:
     """Integer state that the loss function writes, such as random seeds: each piece goes on from the one before."""
     scope = PendingWrites(tracked)
     try:
         with tf.__internal__.FuncGraph("state_of_loss_fn").as_default(), scope:
-            _call(loss_fn, take(data, 0, 1))
+            loss_of(loss_fn, take(data, 0, 1))
     except Exception:
         # Code that only runs eagerly cannot be looked at this way; its state is averaged like any other.
         return []
     return [variable for variable, value in scope.pending() if value.dtype.is_integer]
 
 
-def _divided(gradient: Any, normaliser: Any, variable: Any) -> Any:
+def _divided(gradient: Any, normaliser: Any) -> Any:
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
         scaled = tf.math.divide_no_nan(gradient.values, tf.cast(normaliser, gradient.dtype))
-        shape = tf.constant(tuple(variable.shape), gradient.indices.dtype)
-        return tf.IndexedSlices(scaled, gradient.indices, shape)
+        return tf.IndexedSlices(scaled, gradient.indices, gradient.dense_shape)
     return tf.math.divide_no_nan(gradient, tf.cast(normaliser, gradient.dtype))
-
-
-def _sum_and_normaliser(result: Any) -> tuple[Any, Any]:
-    if isinstance(result, tuple | list):
-        if len(result) != 2:
-            raise ValueError(
-                "Expected `loss_fn` to return a loss per sample or (sum, normaliser). "
-                f"Received: a {type(result).__name__} of {len(result)}"
-            )
-        total, normaliser = result
-        return tf.reduce_sum(total), normaliser
-    per_sample = tf.convert_to_tensor(result)
-    if per_sample.shape.rank == 0:
-        raise ValueError(
-            "Expected `loss_fn` to return a loss for each sample, or (sum, normaliser). Received: a scalar. "
-            "A mean cannot be put together from the means of pieces: return it before it is reduced."
-        )
-    # As many elements for each sample, so the number of elements is the normaliser of a mean.
-    return tf.reduce_sum(per_sample), tf.size(per_sample)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from keras import tree
 
-
-def batch_leaves(data: Any) -> list[Any]:
-    return [leaf for leaf in tree.flatten(data) if leaf is not None]
+from oomproof.backends.common.engine import Outcome, Piece
 
 
 def size_of(leaf: Any) -> Any:
@@ -48,26 +45,6 @@ def take(data: Any, start: Any, size: Any) -> Any:
     return tree.map_structure(cut, data)
 
 
-@dataclasses.dataclass
-class Outcome:
-    """What a piece hands on. Lists keep their order over all pieces.
-
-    Attributes:
-        state: Values each piece takes over from the one before (random seeds, metrics).
-        sums: Tensors that add up over pieces; a `None` stays `None`.
-        slices: Sparse gradients; their rows are put one behind the other, never merged.
-        rows: Tensors with a row for each sample, put one behind the other.
-    """
-
-    state: list[Any]
-    sums: list[Any] = dataclasses.field(default_factory=list)
-    slices: list[tf.IndexedSlices] = dataclasses.field(default_factory=list)
-    rows: list[Any] = dataclasses.field(default_factory=list)
-
-
-Piece = Callable[[Any, Any, list[Any]], Outcome]
-
-
 def over_pieces(piece: Piece, batch_size: Any, count: Any, state: list[Any], static: bool) -> Outcome:
     """Runs `piece(start, size, state)` for each piece in turn.
 
@@ -95,7 +72,7 @@ def over_pieces(piece: Piece, batch_size: Any, count: Any, state: list[Any], sta
     outcome = _in_graph(piece, whole, lambda index: (index * size, size), state)
     if rest:
         last = piece(whole * size, rest, outcome.state)
-        outcome = _join([outcome, last])
+        outcome = _join(outcome, last)
     return outcome
 
 
@@ -105,31 +82,52 @@ def _eagerly(piece: Piece, batch_size: int, count: int, state: list[Any]) -> Out
         start = index * batch_size // count
         size = (index + 1) * batch_size // count - start
         last = piece(start, size, state if outcome is None else outcome.state)
-        outcome = last if outcome is None else _join([outcome, last])
+        outcome = last if outcome is None else _join(outcome, last)
     assert outcome is not None
     return outcome
 
 
-def _join(outcomes: list[Outcome]) -> Outcome:
-    first, *others = outcomes
-    for other in others:
-        first = Outcome(
-            state=other.state,
-            sums=[None if a is None else a + b for a, b in zip(first.sums, other.sums, strict=True)],
-            slices=[_append(a, b) for a, b in zip(first.slices, other.slices, strict=True)],
-            rows=[tf.concat([a, b], axis=0) for a, b in zip(first.rows, other.rows, strict=True)],
-        )
-    return first
+def _join(first: Outcome, second: Outcome) -> Outcome:
+    return Outcome(
+        state=second.state,
+        sums=[a + b for a, b in zip(first.sums, second.sums, strict=True)],
+        gradients=[_accumulated(a, b) for a, b in zip(first.gradients, second.gradients, strict=True)],
+        rows=[tf.concat([a, b], axis=0) for a, b in zip(first.rows, second.rows, strict=True)],
+    )
 
 
-def _append(a: tf.IndexedSlices, b: tf.IndexedSlices) -> tf.IndexedSlices:
-    values, indices = tf.concat([a.values, b.values], axis=0), tf.concat([a.indices, b.indices], axis=0)
-    return tf.IndexedSlices(values, indices)
+def _accumulated(a: Any, b: Any) -> Any:
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, tf.IndexedSlices):
+        values, indices = tf.concat([a.values, b.values], axis=0), tf.concat([a.indices, b.indices], axis=0)
+        return tf.IndexedSlices(values, indices)
+    return _widened(a) + _widened(b)
+
+
+def finished(gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
+    """Gradients as a tape gives them: in the precision of their variables, sparse ones with the variable's shape."""
+
+    def finish(gradient: Any, variable: Any) -> Any:
+        if isinstance(gradient, tf.IndexedSlices):
+            shape = tf.constant(tuple(variable.shape), gradient.indices.dtype)
+            return tf.IndexedSlices(gradient.values, gradient.indices, dense_shape=shape)
+        return gradient if gradient is None else tf.cast(gradient, variable.dtype)
+
+    return [finish(*pair) for pair in zip(gradients, variables, strict=True)] if gradients else []
+
+
+def _widened(gradient: Any) -> Any:
+    """Half precision loses the small pieces of a sum."""
+    if isinstance(gradient, tf.Tensor) and gradient.dtype.size < 4:
+        return tf.cast(gradient, tf.float32)
+    return gradient
 
 
 def _in_graph(piece: Piece, count: Any, bounds: Callable[[Any], tuple[Any, Any]], state: list[Any]) -> Outcome:
-    shape_of = _traced_once(piece, bounds, state)
-    present = [index for index, total in enumerate(shape_of.sums) if total is not None]
+    like = _traced_once(piece, bounds, state)
+    dense = [index for index, g in enumerate(like.gradients) if isinstance(g, tf.Tensor)]
+    sparse = [index for index, g in enumerate(like.gradients) if isinstance(g, tf.IndexedSlices)]
 
     def lists(tensors: list[Any]) -> list[tf.TensorArray]:
         # Each is written once and read once, so it can hold pieces of different sizes.
@@ -142,24 +140,28 @@ def _in_graph(piece: Piece, count: Any, bounds: Callable[[Any], tuple[Any, Any]]
             for t, shape in zip(tensors, shapes, strict=True)
         ]
 
-    def body(index: Any, state: list[Any], sums: list[Any], slices: list[Any], rows: list[Any]) -> Any:
+    def adding(outcome: Outcome) -> list[Any]:
+        return [*outcome.sums, *(_widened(outcome.gradients[index]) for index in dense)]
+
+    def listed(outcome: Outcome) -> list[Any]:
+        slices = [outcome.gradients[index] for index in sparse]
+        return [*(part for s in slices for part in (s.values, s.indices)), *outcome.rows]
+
+    def body(index: Any, state: list[Any], sums: list[Any], arrays: list[Any]) -> Any:
         start, size = bounds(index)
         outcome = piece(start, size, state)
         at = tf.cast(index, tf.int32)
-        sums = [total + outcome.sums[i] for i, total in zip(present, sums, strict=True)]
-        parts = [part for s in outcome.slices for part in (s.values, s.indices)]
-        slices = [array.write(at, part) for array, part in zip(slices, parts, strict=True)]
-        rows = [array.write(at, row) for array, row in zip(rows, outcome.rows, strict=True)]
-        return index + 1, outcome.state, sums, slices, rows
+        sums = [total + value for total, value in zip(sums, adding(outcome), strict=True)]
+        arrays = [array.write(at, part) for array, part in zip(arrays, listed(outcome), strict=True)]
+        return index + 1, outcome.state, sums, arrays
 
     start = (
         tf.constant(0, tf.int64),
         state,
-        [tf.zeros(shape_of.sums[i].shape, shape_of.sums[i].dtype) for i in present],
-        lists([part for s in shape_of.slices for part in (s.values, s.indices)]),
-        lists(shape_of.rows),
+        [tf.zeros(value.shape, value.dtype) for value in adding(like)],
+        lists(listed(like)),
     )
-    _, state, sums, slices, rows = tf.while_loop(
+    _, state, sums, arrays = tf.while_loop(
         lambda index, *_: index < tf.cast(count, tf.int64),
         body,
         start,
@@ -167,16 +169,14 @@ def _in_graph(piece: Piece, count: Any, bounds: Callable[[Any], tuple[Any, Any]]
         parallel_iterations=1,
         maximum_iterations=count if isinstance(count, int) else None,
     )
-    all_sums: list[Any] = [None] * len(shape_of.sums)
-    for i, total in zip(present, sums, strict=True):
-        all_sums[i] = total
-    joined = [array.concat() for array in slices]
-    return Outcome(
-        state=state,
-        sums=all_sums,
-        slices=[tf.IndexedSlices(v, i) for v, i in zip(joined[::2], joined[1::2], strict=True)],
-        rows=[array.concat() for array in rows],
-    )
+    joined = [array.concat() for array in arrays]
+    gradients: list[Any] = [None] * len(like.gradients)
+    for index, total in zip(dense, sums[len(like.sums) :], strict=True):
+        gradients[index] = total
+    for number, index in enumerate(sparse):
+        values, indices = joined[2 * number : 2 * number + 2]
+        gradients[index] = tf.IndexedSlices(values, indices)
+    return Outcome(state, sums[: len(like.sums)], gradients, joined[2 * len(sparse) :])
 
 
 def _traced_once(piece: Piece, bounds: Callable[[Any], tuple[Any, Any]], state: list[Any]) -> Outcome:

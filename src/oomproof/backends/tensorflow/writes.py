@@ -20,6 +20,8 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+from oomproof.backends.common.engine import PendingWrites as Pending
+
 # Appears in the name of every op of the update, and so in the error when one of them runs out of memory.
 COMMIT_SCOPE = "oomproof_commit"
 
@@ -30,7 +32,7 @@ _SCATTERS: dict[str, Callable[..., Any]] = {
 }
 
 
-class PendingWrites(keras.StatelessScope):  # type: ignore[misc]
+class PendingWrites(Pending):
     """A scope in which Keras variables can be written, and nothing reaches the real ones until `commit`.
 
     Args:
@@ -39,11 +41,10 @@ class PendingWrites(keras.StatelessScope):  # type: ignore[misc]
     """
 
     def __init__(self, trainable: Sequence[Any], state: Sequence[tuple[Any, Any]] = ()) -> None:
-        super().__init__(state_mapping=state, collect_losses=True, initialize_variables=False)
-        self.state_mapping.update({id(variable): variable._value for variable in trainable})
+        values = {id(variable): variable._value for variable in trainable}
+        super().__init__(values | {id(variable): value for variable, value in state})
         self._differentiated = {id(variable) for variable in trainable}
         self.updating = False
-        self.written: dict[int, Any] = {}
         self._scattered: dict[int, tuple[Any, list[tuple[str, tf.IndexedSlices]]]] = {}
 
     def add_update(self, update: tuple[Any, Any]) -> None:
@@ -54,8 +55,7 @@ class PendingWrites(keras.StatelessScope):  # type: ignore[misc]
             # Gradients end at an assignment and start anew at the variable, here as in a real one.
             value = tf.stop_gradient(value) + (variable._value - tf.stop_gradient(variable._value))
         self._scattered.pop(id(variable), None)
-        self.written[id(variable)] = variable
-        self.state_mapping[id(variable)] = value
+        super().add_update((variable, value))
 
     def add_scatter(self, variable: Any, kind: str, slices: tf.IndexedSlices) -> None:
         """A sparse write. It stays sparse unless somebody reads the variable before the commit."""
@@ -78,10 +78,6 @@ class PendingWrites(keras.StatelessScope):  # type: ignore[misc]
         """From here on writes are the update itself, which nothing is differentiated through."""
         self._differentiated = set()
         self.updating = True
-
-    def pending(self) -> list[tuple[Any, Any]]:
-        """(variable, new value) of every dense write."""
-        return [(variable, self.state_mapping[key]) for key, variable in self.written.items()]
 
     def commit(self, results: Sequence[Any] = ()) -> None:
         """Assigns everything, once everything has been computed, `results` included."""

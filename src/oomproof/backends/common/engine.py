@@ -1,0 +1,95 @@
+"""What the neutral phases need from a framework: differentiation, a loop over pieces, writes that wait."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import keras
+
+
+class PendingWrites(keras.StatelessScope):  # type: ignore[misc]
+    """A scope in which Keras variables can be written, and nothing reaches the real ones.
+
+    Args:
+        values: Value of a variable inside the scope, by its id.
+    """
+
+    def __init__(self, values: dict[int, Any]) -> None:
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self.state_mapping.update(values)
+        self.written: dict[int, Any] = {}
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        self.written[id(variable)] = variable
+        self.state_mapping[id(variable)] = value
+
+    def pending(self) -> list[tuple[Any, Any]]:
+        """(variable, new value) of every write."""
+        return [(variable, self.state_mapping[key]) for key, variable in self.written.items()]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a piece hands on. Lists keep their order over all pieces.
+
+    Attributes:
+        state: Values each piece takes over from the one before (random seeds, metrics).
+        sums: Tensors that add up over pieces.
+        gradients: One for each trainable weight, or none at all. Dense ones add up, in float32 at least; the rows of
+            sparse ones are put one behind the other, never merged; a `None` stays `None`.
+        rows: Tensors with a row for each sample, put one behind the other.
+    """
+
+    state: list[Any]
+    sums: list[Any] = dataclasses.field(default_factory=list)
+    gradients: list[Any] = dataclasses.field(default_factory=list)
+    rows: list[Any] = dataclasses.field(default_factory=list)
+
+
+Piece = Callable[[Any, Any, list[Any]], Outcome]
+# Returns what is to be differentiated, and whatever else is to be handed on.
+Compute = Callable[..., tuple[Any, list[Any]]]
+
+
+class Engine(Protocol):
+    """One framework's way to compute with one model. Everything runs inside of a scope and writes nothing."""
+
+    @property
+    def wide(self) -> str:
+        """The widest floating point type there is, for averages of counters."""
+
+    def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
+        """A scope inside of the current one, in which the given variables have the given values."""
+
+    def call(self, x: Any, training: bool) -> Any:
+        """Calls the model as Keras's own step does on this backend. The losses that layers add are in the scope."""
+
+    def run(self, compute: Compute, inputs: Sequence[Any] = ()) -> list[Any]:
+        """What `compute(*inputs)` hands on, without any derivative."""
+
+    def differentiate(self, compute: Compute, inputs: Sequence[Any] = ()) -> tuple[list[Any], list[Any], list[Any]]:
+        """The same, with the target's gradients by the model's trainable weights and by the inputs."""
+
+    def over_pieces(self, piece: Piece, batch_size: Any, count: Any, state: list[Any]) -> Outcome:
+        """Runs `piece(start, size, state)` for each of `count` pieces in turn, holding one at a time."""
+
+    def take(self, data: Any, start: Any, size: Any) -> Any:
+        """Samples `start` to `start + size` of every tensor of the batch."""
+
+    def size_of(self, leaf: Any) -> Any:
+        """Samples in a tensor."""
+
+    def samples_for_keras(self, x: Any) -> Any:
+        """The number of samples as Keras's own step on this backend takes it, to weight the loss it shows."""
+
+    def metrics_see_masks(self, training: bool) -> bool:
+        """Whether Keras's own step on this backend hands metrics the mask of the predictions."""
+
+    def opened(self, rows: list[Any]) -> list[Any]:
+        """The same tensors, with their number of samples unknown while tracing."""
+
+    def add(self, a: Any, b: Any) -> Any:
+        """Sum of two gradients of one weight, as backpropagation itself would add them."""

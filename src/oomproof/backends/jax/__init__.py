@@ -1,0 +1,136 @@
+"""JAX, and how Keras calls a step on it: with all of the model's values as lists, and an iterator.
+
+A batch is pulled here, before the step, so that a step that fails has its batch still.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras import tree
+
+from oomproof._version import __version__
+from oomproof.backends.base import RunBatch
+from oomproof.backends.common.model import check_has_no_own_step, overrides
+from oomproof.backends.common.seam import pulled, samples_in
+from oomproof.backends.jax.device import JaxMemory
+from oomproof.backends.jax.engine import JaxEngine, tracing
+from oomproof.backends.jax.gradients import full_batch_gradients
+from oomproof.backends.jax.state import live_state
+from oomproof.backends.jax.step import JaxStep
+from oomproof.records import Phase
+
+_FUNCTIONS: dict[Phase, str] = {"train": "train_function", "test": "test_function", "predict": "predict_function"}
+
+
+class JaxBackend:
+    name = "jax"
+
+    def versions(self) -> dict[str, str]:
+        return {"oomproof": __version__, "keras": keras.__version__, "jax": jax.__version__}
+
+    def __init__(self) -> None:
+        self._memory: JaxMemory | None = None
+
+    def memory(self) -> JaxMemory:
+        # One for all: programs tell it what they need, and whoever asks hears of it.
+        self._memory = self._memory or JaxMemory()
+        return self._memory
+
+    def check_model(self, model: Any) -> None:
+        check_has_no_own_step(model)
+
+    def step(self, model: Any) -> JaxStep:
+        return JaxStep(model, self.memory())
+
+    def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
+        taken = []
+        object.__setattr__(model, "jax_state_sync", functools.partial(_sync, model, settle, threading.get_ident()))
+        for phase, function in _FUNCTIONS.items():
+            # A step of the user's own is left to Keras; only train_step is refused (check_model).
+            if not overrides(model, f"{phase}_step"):
+                object.__setattr__(model, function, functools.partial(_on_state, model, run, phase))
+                taken.append(phase)
+        return taken
+
+    def uninstall(self, model: Any) -> None:
+        for function in _FUNCTIONS.values():
+            if isinstance(getattr(model, function, None), functools.partial):
+                object.__setattr__(model, function, None)
+        vars(model).pop("jax_state_sync", None)
+
+    def batch_size_of(self, x: Any) -> int | None:
+        if all(hasattr(leaf, "shape") for leaf in tree.flatten(x)) and not hasattr(x, "__next__"):
+            return 32  # What Keras takes for arrays.
+        return None
+
+    samples_in = staticmethod(samples_in)
+
+    def as_batch(self, x: Any, y: Any, sample_weight: Any) -> Any:
+        return tree.map_structure(
+            lambda leaf: leaf if leaf is None else keras.ops.convert_to_tensor(leaf), (x, y, sample_weight)
+        )
+
+    def part_of(self, data: Any, start: int, stop: int) -> Any:
+        return JaxEngine.take(data, start, stop - start)
+
+    def nothing_written(self, model: Any) -> Any:
+        return JaxEngine(model).scope()
+
+    def inside_graph(self) -> bool:
+        return tracing()
+
+    def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
+        return full_batch_gradients(loss_fn, variables, data, micro)
+
+
+def _on_state(model: Any, run: RunBatch, phase: Phase, state: Any, iterator: Iterator[Any]) -> Any:
+    live = live_state(model)
+    if state is not live.handed_out:
+        # A new run or epoch, or a callback has put the values back in between.
+        live = live_state(model, anew=True)
+        live.attach(phase, state)
+    outputs = []
+    try:
+        for done in range(model.steps_per_execution):
+            try:
+                data = pulled(iterator)
+            except StopIteration:
+                if done == 0:
+                    raise
+                break
+            outputs.append(run(phase, data, None))
+    except BaseException:
+        # The variables hold the truth. What Keras noted before is older, or gone.
+        model._jax_state_synced = True
+        raise
+    if phase == "predict" and len(outputs) > 1:
+        outputs = [tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)]
+    return outputs[-1], live.state(phase)
+
+
+def _sync(model: Any, settle: Callable[[], None], thread: int) -> None:
+    """In the place of Keras's jax_state_sync, which puts values back into the model: here they are in it already."""
+    noted = [value for values in (getattr(model, "_jax_state", None) or {}).values() for value in values or ()]
+    ours = {id(value) for values in live_state(model).handed_out or () for value in values}
+    if any(id(value) not in ours for value in noted):
+        type(model).jax_state_sync(model)  # A step of the user's own, which is left to Keras.
+    elif threading.get_ident() == thread:
+        settle()
+        model._jax_state_synced = True
+
+
+@functools.cache
+def backend() -> JaxBackend:
+    directory = os.environ.get("OOMPROOF_CACHE_DIR")
+    if directory and not jax.config.jax_compilation_cache_dir:
+        # Compiling is what a retry costs on JAX; programs from an earlier run are then read from disk.
+        jax.config.update("jax_compilation_cache_dir", os.path.join(directory, "jax"))
+    return JaxBackend()

@@ -1,0 +1,169 @@
+"""How JAX computes with a model: pure functions of all its values, differentiated and scanned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import keras
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental import sparse
+from keras import tree
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+
+from oomproof.backends.common.engine import Compute, Outcome, PendingWrites, Piece
+from oomproof.backends.common.model import first_tensor
+
+
+class JaxEngine:
+    """See `common.engine.Engine`. Values of variables come from the scope alone, so that they can be traced."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @property
+    def wide(self) -> str:
+        return "float64" if jax.config.jax_enable_x64 else "float32"
+
+    def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
+        outer = get_stateless_scope()
+        values = {} if outer is None else dict(outer.state_mapping)
+        return PendingWrites(values | {id(variable): value for variable, value in state})
+
+    def call(self, x: Any, training: bool) -> Any:
+        """As Keras's stateless_call, which is what its own step uses: past `Layer.__call__` of the model itself."""
+        model, scope = self.model, get_stateless_scope()
+        model._clear_losses()
+        before = dict(scope.state_mapping)
+        options = {"training": training} if model._call_has_training_arg else {}
+        forward = model.call if model.dtype_policy.quantization_mode is None else model.quantized_call
+        if model._remat_mode is not None:
+            forward = model.rematerialized_call(forward, x, **options)
+        y_pred = forward(x, **options)
+        # What a call writes to anything but non-trainable variables is forgotten on JAX.
+        kept = {id(variable) for variable in model.non_trainable_variables}
+        for key in [key for key in scope.written if key not in kept]:
+            del scope.written[key], scope.state_mapping[key]
+            if key in before:
+                scope.state_mapping[key] = before[key]
+        return y_pred
+
+    def run(self, compute: Compute, inputs: Sequence[Any] = ()) -> list[Any]:
+        return compute(*inputs)[1]
+
+    def differentiate(self, compute: Compute, inputs: Sequence[Any] = ()) -> tuple[list[Any], list[Any], list[Any]]:
+        outer = get_stateless_scope()
+        variables = self.model.trainable_weights
+        floating = [index for index, value in enumerate(inputs) if jnp.issubdtype(value.dtype, jnp.inexact)]
+        written: list[Any] = []
+
+        def function(values: list[Any], some: list[Any]) -> Any:
+            everything = list(inputs)
+            for index, value in zip(floating, some, strict=True):
+                everything[index] = value
+            with self.scope(list(zip(variables, values, strict=True))) as inner:
+                target, results = compute(*everything)
+            # Nothing that was traced in here may be seen outside but through what is returned.
+            written[:] = inner.written.values()
+            return target, (results, [value for _, value in inner.pending()], inner.losses)
+
+        values = [variable.value for variable in variables]
+        differentiated = jax.value_and_grad(function, argnums=(0, 1), has_aux=True)
+        (_, (results, pending, added)), (gradients, slopes) = differentiated(values, [inputs[i] for i in floating])
+        for update in zip(written, pending, strict=True):
+            outer.add_update(update)
+        outer.losses[:] = added
+        by_input: list[Any] = [None] * len(inputs)
+        for index, slope in zip(floating, slopes, strict=True):
+            by_input[index] = slope
+        return results, gradients, by_input
+
+    def over_pieces(self, piece: Piece, batch_size: Any, count: Any, state: list[Any]) -> Outcome:
+        size = -(-batch_size // count)
+        whole, rest = divmod(batch_size, size)
+        outcome = (_scanned if tracing() else _looped)(piece, whole, size, state)
+        if rest:
+            outcome = _join(outcome, piece(whole * size, rest, outcome.state))
+        weights = self.model.trainable_weights if outcome.gradients else []
+        if weights:
+            outcome.gradients = [g.astype(v.dtype) for g, v in zip(outcome.gradients, weights, strict=True)]
+        return outcome
+
+    @staticmethod
+    def take(data: Any, start: Any, size: Any) -> Any:
+        def cut(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            if isinstance(leaf, sparse.JAXSparse):
+                begin = [start] + [0] * (leaf.ndim - 1)
+                return sparse.bcoo_dynamic_slice(leaf, begin, (size, *leaf.shape[1:]))
+            if isinstance(start, int):
+                return leaf[start : start + size]
+            return lax.dynamic_slice_in_dim(leaf, start, size)
+
+        return tree.map_structure(cut, data)
+
+    @staticmethod
+    def size_of(leaf: Any) -> int:
+        return int(leaf.shape[0])
+
+    def samples_for_keras(self, x: Any) -> Any:
+        return first_tensor(x).shape[0]
+
+    def metrics_see_masks(self, training: bool) -> bool:
+        # Keras loses the mask on the way out of the function it differentiates.
+        return not training
+
+    def opened(self, rows: list[Any]) -> list[Any]:
+        return rows  # Every size is known while JAX traces.
+
+    def add(self, a: Any, b: Any) -> Any:
+        return a + b
+
+
+def tracing() -> bool:
+    return bool(keras.src.utils.jax_utils.is_in_jax_tracing_scope())
+
+
+def _scanned(piece: Piece, count: int, size: int, state: list[Any]) -> Outcome:
+    """All pieces as one loop of the compiled program, which holds one of them at a time."""
+    if count == 1:
+        return piece(0, size, state)
+
+    def run(start: Any, state: list[Any]) -> tuple[Any, ...]:
+        outcome = piece(start, size, state)
+        return outcome.state, outcome.sums, [_widened(g) for g in outcome.gradients], outcome.rows
+
+    def body(carry: Any, index: Any) -> Any:
+        state, sums, gradients = carry
+        state, more_sums, more_gradients, rows = run(index * size, state)
+        sums, gradients = jax.tree.map(jnp.add, (sums, gradients), (more_sums, more_gradients))
+        return (state, sums, gradients), rows
+
+    _, sums, gradients, _ = jax.eval_shape(run, jax.ShapeDtypeStruct((), jnp.int32), state)
+    zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), (sums, gradients))
+    (state, sums, gradients), rows = lax.scan(body, (state, *zeros), jnp.arange(count, dtype=jnp.int32))
+    return Outcome(state, sums, gradients, [row.reshape(count * size, *row.shape[2:]) for row in rows])
+
+
+def _looped(piece: Piece, count: int, size: int, state: list[Any]) -> Outcome:
+    outcome = piece(0, size, state)
+    for index in range(1, count):
+        outcome = _join(outcome, piece(index * size, size, outcome.state))
+    return outcome
+
+
+def _join(first: Outcome, second: Outcome) -> Outcome:
+    return Outcome(
+        state=second.state,
+        sums=[a + b for a, b in zip(first.sums, second.sums, strict=True)],
+        gradients=[_widened(a) + _widened(b) for a, b in zip(first.gradients, second.gradients, strict=True)],
+        rows=[jnp.concatenate([a, b]) for a, b in zip(first.rows, second.rows, strict=True)],
+    )
+
+
+def _widened(gradient: Any) -> Any:
+    """Half precision loses the small pieces of a sum."""
+    return gradient.astype(jnp.float32) if gradient.dtype.itemsize < 4 else gradient

@@ -1,0 +1,84 @@
+"""Compiled programs, what memory they need, and whether that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from oomproof.backends.jax.device import JaxMemory, NotEnoughMemoryError
+
+
+class Program:
+    """A function compiled for arguments of one signature; run as it is where Keras would not compile it.
+
+    Args:
+        function: What to compile. May be set later, before `compile`.
+        eager: Do not compile it.
+        donate: Arguments that are given away.
+        gradients: For a program that also runs the optimizer: bytes of the gradients, which it need not hand out.
+
+    Attributes:
+        written: Variables whose new values the function returns, in that order; known once it is traced.
+        temporary: Bytes it needs while it runs, beyond arguments and results.
+        proven: Whether it is known to have gone through.
+        roomy: Whether there was room for one more set of its results, so that it need not be waited for.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any] | None,
+        eager: bool,
+        donate: tuple[int, ...] = (),
+        gradients: int | None = None,
+    ) -> None:
+        self.function = function
+        self.written: list[Any] = []
+        self.temporary = 0
+        self.proven = False
+        self.roomy = True
+        self._eager = eager
+        self._donate = donate
+        self.commits = gradients is not None
+        self._gradients = gradients or 0
+        self._results = 0
+        self._compiled: Any = None
+
+    def compile(self, *arguments: Any) -> None:
+        assert self.function is not None
+        if self._eager:
+            return
+        self._compiled = jax.jit(self.function, donate_argnums=self._donate).lower(*arguments).compile()
+        analysis = self._compiled.memory_analysis()
+        if analysis is not None:
+            self.temporary = int(analysis.temp_size_in_bytes)
+            self._results = int(analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+
+    def needs(self, data: Any = ()) -> int:
+        """Bytes it takes beyond what is on the device already. Data on the host has to be put there."""
+        host = [leaf for leaf in jax.tree.leaves(data) if not isinstance(leaf, jax.Array)]
+        return self.temporary + self._results + sum(getattr(leaf, "nbytes", 0) for leaf in host)
+
+    def check_room(self, memory: JaxMemory, budget: int | None, data: Any, where: str = "step") -> None:
+        """Raises rather than let a program run that cannot go through."""
+        free = None if self._eager else memory.free(budget)
+        if free is None:
+            return
+        needed = self.needs(data)
+        if needed > free:
+            # With its results in the place of its arguments it might go through.
+            lean = self.commits and needed - self._results + self._gradients <= free
+            raise NotEnoughMemoryError(needed, free, "commit" if lean else where)
+        self.roomy = needed + self._results <= free
+        memory.ran(needed, memory.current())
+
+    def __call__(self, *arguments: Any) -> Any:
+        assert self.function is not None
+        return self.function(*arguments) if self._eager else self._compiled(*arguments)
+
+
+def signature(data: Any) -> Any:
+    """What decides which program fits the data."""
+    leaves, structure = jax.tree.flatten(data)
+    return structure, tuple((leaf.shape, str(leaf.dtype), getattr(leaf, "sharding", None)) for leaf in leaves)

@@ -1,0 +1,47 @@
+"""Where a model's values are while Keras trains it on JAX.
+
+Keras takes all values out of the model, hands them to the step as lists, and puts them back at the end of an epoch;
+an exception in between leaves the model empty. Here the variables are given their values back when a step begins and
+keep the newest ones from then on: they are the one place where the truth is, whatever happens.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+_live: weakref.WeakKeyDictionary[Any, LiveState] = weakref.WeakKeyDictionary()
+
+
+class LiveState:
+    """The variables of a model, in the order of Keras's state, looked up once: that takes longer than a small step."""
+
+    def __init__(self, model: Any) -> None:
+        self.trainable = list(model.trainable_variables)
+        self.non_trainable = list(model.non_trainable_variables)
+        self.optimizer = [] if model.optimizer is None else list(model.optimizer.variables)
+        self.metrics = list(model.metrics_variables) if model.compiled else []
+        everything = [*self.trainable, *self.non_trainable, *self.optimizer, *self.metrics]
+        self.variables = list({id(variable): variable for variable in everything}.values())
+        self.handed_out: Any = None
+
+    def lists(self, phase: str) -> list[list[Any]]:
+        metrics = [] if phase == "predict" else [self.metrics]
+        return [self.trainable, self.non_trainable, *([self.optimizer] if phase == "train" else []), *metrics]
+
+    def attach(self, phase: str, state: Any) -> None:
+        """Gives the variables the values that Keras took out of them."""
+        for variables, values in zip(self.lists(phase), state, strict=True):
+            for variable, value in zip(variables, values, strict=True):
+                variable._value = value
+
+    def state(self, phase: str) -> tuple[list[Any], ...]:
+        state = tuple([variable._value for variable in variables] for variables in self.lists(phase))
+        self.handed_out = state
+        return state
+
+
+def live_state(model: Any, anew: bool = False) -> LiveState:
+    if anew or model not in _live:
+        _live[model] = LiveState(model)
+    return _live[model]

@@ -1,0 +1,271 @@
+"""The transactional step on JAX: a call that raises has changed nothing.
+
+One compiled program computes a whole step, optimizer included, from values it only reads, as long as there is room for
+the new values beside the old. Errors arrive late on JAX, and arrays that were given away (donated) to a program that
+fails are gone; here the old values are kept until the new ones have arrived (flights.py).
+
+Where there is no such room the step is lean: gradients first, which is waited for, then the optimizer with weights and
+slots given away, after a look at whether its program has the memory it is known to need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras import tree
+
+from oomproof.backends.common.engine import PendingWrites
+from oomproof.backends.common.model import unpack
+from oomproof.backends.common.phases import Phases
+from oomproof.backends.common.step import ModelStep
+from oomproof.backends.jax.device import JaxMemory
+from oomproof.backends.jax.engine import JaxEngine
+from oomproof.backends.jax.flights import Flight
+from oomproof.backends.jax.programs import Program, signature
+from oomproof.backends.jax.state import live_state
+from oomproof.records import Phase
+
+
+class JaxStep(ModelStep):
+    """Runs logical batches of one compiled model, whole or in pieces. Programs are compiled once and kept."""
+
+    def __init__(self, model: Any, memory: JaxMemory) -> None:
+        super().__init__(model, JaxEngine(model))
+        self._memory = memory
+        self._eager = bool(model.run_eagerly) or not model.jit_compile
+        self._programs: dict[Any, Program] = {}
+        self._flights: list[Flight] = []
+
+    def equal_pieces_only(self) -> bool:
+        return not self._eager
+
+    # Running it
+
+    def train(self, data: Any, pieces: int, lean: bool, spec: Any = None) -> Any:
+        if pieces > 1:
+            self._examine(data)
+        if lean:
+            return self._train_in_place(data, pieces)
+        return self._launch("train", data, pieces, spec)
+
+    def test(self, data: Any, pieces: int, spec: Any = None) -> Any:
+        if pieces > 1:
+            self._examine(data)
+        return self._launch("test", data, pieces, spec)
+
+    def _launch(self, phase: Phase, data: Any, pieces: int, spec: Any) -> Any:
+        program = self._program(phase, data, pieces)
+        if not (program.proven and program.roomy):
+            self.settle()
+            program.check_room(self._memory, self.budget, data)
+        outcome = program(self._values(), data)
+        _, pending, logs = outcome
+        updates = list(zip(program.written, pending, strict=True))
+        if self._eager or not (program.proven and program.roomy):
+            jax.block_until_ready(outcome)
+            program.proven = True
+            _assign(updates)
+            return logs
+        before = [(variable, variable._value) for variable in program.written]
+        flight = Flight((phase, data, spec), before, outcome, logs, self.settle)
+        self._memory.in_flight += 1
+        self._flights.append(flight)
+        _assign(updates)
+        return flight.logs()
+
+    def land(self, everything: bool) -> list[Flight]:
+        """Waits for steps that are on their way, all of them or all but the newest.
+
+        Returns:
+            Steps that failed, after everything they wrote was put back. `failure` says what of.
+        """
+        while len(self._flights) > (0 if everything else 1):
+            flight = self._flights[0]
+            try:
+                flight.land()
+            except Exception as error:
+                self.failure = error
+                failed, self._flights = self._flights, []
+                self._memory.in_flight = 0
+                for later in reversed(failed):
+                    _assign(later.before)
+                return failed
+            self._flights.pop(0)
+            self._memory.in_flight -= 1
+        return []
+
+    def _train_in_place(self, data: Any, pieces: int) -> Any:
+        self.settle()
+        program = self._program("gradients", data, pieces)
+        program.check_room(self._memory, self.budget, data)
+        gradients, pending, logs = jax.block_until_ready(program(self._values(), data))
+        updates = list(zip(program.written, pending, strict=True))
+        if gradients:
+            try:
+                updates += self._apply_in_place(gradients)
+            except Exception as error:
+                error.where = "commit"  # type: ignore[attr-defined]
+                raise
+        _assign(updates)
+        return logs
+
+    def predict(self, data: Any, pieces: int, spec: Any = None) -> Any:
+        self.settle()
+        size = self.batch_size(data)
+        parts, updates = [], []
+        for index in range(pieces):
+            start = index * size // pieces
+            piece = self.engine.take(data, start, (index + 1) * size // pieces - start) if pieces > 1 else data
+            program = self._program("predict", piece, 1)
+            program.check_room(self._memory, self.budget, piece)
+            _, pending, outputs = jax.block_until_ready(program(self._values(), piece))
+            updates = list(zip(program.written, pending, strict=True))
+            # Straight to the host: the predictions of the whole batch need not be on the device at once.
+            parts.append(tree.map_structure(np.asarray, outputs) if pieces > 1 else outputs)
+        _assign(updates)
+        return parts[0] if pieces == 1 else tree.map_structure(lambda *leaves: np.concatenate(leaves), *parts)
+
+    def probe(self, data: Any, samples: int, phase: Phase) -> None:
+        """Nothing is run: a program says what it needs when it is compiled, and is kept for when it is used."""
+        if phase != "predict":
+            self._examine(data)
+        few, pieces = data, -(-self.batch_size(data) // samples)
+        if phase == "predict" or self._eager:
+            few, pieces = self.engine.take(data, 0, samples), 1
+        program = self._program(phase, few, pieces)
+        if self._eager:
+            jax.block_until_ready(program(self._values(), few))
+        else:
+            self._memory.ran(program.needs(few), self._memory.current())
+
+    def _apply_in_place(self, gradients: list[Any]) -> list[tuple[Any, Any]]:
+        """New values of weights and optimizer in the place of the old ones."""
+        live = live_state(self.model)
+        variables = [*live.trainable, *live.optimizer]
+        weights, slots = ([variable._value for variable in some] for some in (live.trainable, live.optimizer))
+        program = self._apply(slots, gradients, weights)
+        program.check_room(self._memory, self.budget, (), where="commit")
+        # Until it has gone through once, and where nobody can say what is free, it is not trusted with the only copy.
+        trusted = program.proven and self._memory.free(self.budget) is not None
+        copies = [] if trusted else [np.array(value) for value in [*weights, *slots]]
+        try:
+            new_weights, new_slots = jax.block_until_ready(program(slots, gradients, weights))
+        except BaseException:
+            if copies:
+                _assign([(v, _back(copy, v._value)) for v, copy in zip(variables, copies, strict=True)])
+            raise
+        program.proven = True
+        return list(zip(variables, [*new_weights, *new_slots], strict=True))
+
+    def _apply(self, slots: list[Any], gradients: list[Any], weights: list[Any]) -> Program:
+        if "apply" not in self._programs:
+            program = Program(self._updated, self._eager, donate=(0, 2))
+            program.compile(slots, gradients, weights)
+            self._programs["apply"] = program
+        return self._programs["apply"]
+
+    def _updated(self, slots: list[Any], gradients: Sequence[Any], weights: list[Any]) -> Any:
+        live = live_state(self.model)
+        weights, slots = self.model.optimizer.stateless_apply(slots, gradients, weights)
+        return _placed(weights, live.trainable), _placed(slots, live.optimizer)
+
+    # Programs
+
+    def _values(self) -> list[Any]:
+        return [variable._value for variable in live_state(self.model).variables]
+
+    def _program(self, kind: str, data: Any, pieces: int) -> Program:
+        key = (kind, pieces, signature(data))
+        if key not in self._programs:
+            gradients = self.resident()["gradients"] if kind == "train" else None
+            program = Program(None, self._eager, gradients=gradients)
+            program.function = self._compute(program, kind, pieces)
+            program.compile(self._values(), data)
+            self._programs[key] = program
+        return self._programs[key]
+
+    def _compute(self, program: Program, kind: str, pieces: int) -> Callable[..., Any]:
+        live = live_state(self.model)
+        training = kind in ("train", "gradients")
+
+        def compute(values: list[Any], data: Any) -> Any:
+            phases = Phases(self.model, self.engine, self._added_losses)
+            gradients: Sequence[Any] = ()
+            known = {id(v): value for v, value in zip(live.variables, values, strict=True)}
+            with PendingWrites(known) as scope:
+                if kind == "predict":
+                    logs = self.engine.call(unpack(data)[0], False)
+                elif pieces > 1:
+                    gradients, logs = phases.split(data, pieces, training)
+                else:
+                    gradients, logs = phases.whole(data, training)
+                # A metric may return its variable: what counts is the value that is pending.
+                logs = tree.map_structure(lambda log: log.value if isinstance(log, keras.Variable) else log, logs)
+            pending = scope.pending()
+            program.written = [variable for variable, _ in pending]
+            found = _placed([value for _, value in pending], program.written)
+            if kind == "train" and gradients:
+                slots, weights = ([known[id(v)] for v in some] for some in (live.optimizer, live.trainable))
+                new_weights, new_slots = self._updated(slots, gradients, weights)
+                program.written += [*live.trainable, *live.optimizer]
+                found += [*new_weights, *new_slots]
+                gradients = ()
+            return _placed(gradients, live.trainable) if gradients else [], found, logs
+
+        return compute
+
+    def evaluate(self, function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
+        variables = live_state(self.model).variables
+
+        def compute(values: list[Any], arguments: Any) -> list[Any]:
+            with PendingWrites({id(v): value for v, value in zip(variables, values, strict=True)}):
+                return function(*arguments)
+
+        found: list[Any] = (compute if self._eager else jax.jit(compute))(self._values(), arguments)
+        return found
+
+    def _added_by_layers(self, data: Any, training: bool, moved: bool = False) -> list[float]:
+        if not self._eager and not self._number_of_losses(data, training):
+            return []  # Known from a trace: nothing has to be compiled to see it.
+        return super()._added_by_layers(data, training, moved)
+
+    def _number_of_losses(self, data: Any, training: bool) -> int:
+        variables = live_state(self.model).variables
+
+        def compute(values: list[Any], data: Any) -> list[Any]:
+            with PendingWrites({id(v): value for v, value in zip(variables, values, strict=True)}) as scope:
+                self.engine.call(unpack(data)[0], training)
+            return list(scope.losses)
+
+        return len(jax.eval_shape(compute, self._values(), data))
+
+
+def _assign(updates: list[tuple[Any, Any]]) -> None:
+    """Moves pointers. Begun again when Ctrl-C comes in between, so that all of it is done or none."""
+    try:
+        for variable, value in updates:
+            variable._value = value
+    except BaseException:
+        for variable, value in updates:
+            variable._value = value
+        raise
+
+
+def _back(copy: Any, lost: Any) -> Any:
+    """A copy from the host in the place of an array that is gone; on the host itself where the device has no room."""
+    try:
+        return jax.block_until_ready(jax.device_put(copy, lost.sharding))
+    except Exception:
+        return copy
+
+
+def _placed(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """On several devices: where the variables are, so that programs find them there in the next step."""
+    if keras.distribution.distribution() is None:
+        return list(values)
+    pairs = zip(values, variables, strict=True)
+    return [jax.lax.with_sharding_constraint(value, variable._value.sharding) for value, variable in pairs]

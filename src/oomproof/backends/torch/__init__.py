@@ -1,0 +1,135 @@
+"""torch, and how Keras calls a step on it: with a list that holds one batch, which Keras has pulled itself."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from keras import tree
+from keras.src.backend.torch import trainer as keras_trainer
+
+from oomproof._version import __version__
+from oomproof.backends.base import RunBatch
+from oomproof.backends.common.model import check_has_no_own_step, layers, overrides
+from oomproof.backends.common.seam import pulled, samples_in
+from oomproof.backends.torch.device import TorchMemory
+from oomproof.backends.torch.engine import TorchEngine, take
+from oomproof.backends.torch.gradients import full_batch_gradients
+from oomproof.backends.torch.step import TorchStep
+from oomproof.errors import UnsupportedModelError
+from oomproof.records import Phase
+
+_FUNCTIONS: dict[Phase, str] = {"train": "train_function", "test": "test_function", "predict": "predict_function"}
+
+
+class TorchBackend:
+    name = "torch"
+
+    def versions(self) -> dict[str, str]:
+        return {"oomproof": __version__, "keras": keras.__version__, "torch": torch.__version__}
+
+    def memory(self) -> TorchMemory:
+        return TorchMemory()
+
+    def check_model(self, model: Any) -> None:
+        check_has_no_own_step(model)
+        wrappers = [layer for layer in layers(model) if isinstance(layer, keras.layers.TorchModuleWrapper)]
+        for layer in wrappers:
+            for module in layer.modules():
+                if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+                    raise UnsupportedModelError(
+                        f"Layer {layer.name!r} holds a torch {type(module).__name__}. oomproof does not support "
+                        "training in several processes yet: one that runs out of memory would leave the others "
+                        "waiting. Guard the model without it to train in one process."
+                    )
+
+    def step(self, model: Any) -> TorchStep:
+        return TorchStep(model)
+
+    def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
+        if model.steps_per_execution > 1:
+            # Keras has its own error for that, and raises it where it finds no function.
+            self.uninstall(model)
+            return tuple(_FUNCTIONS)
+        taken = []
+        for phase, function in _FUNCTIONS.items():
+            # A step of the user's own is left to Keras; only train_step is refused (check_model).
+            if not overrides(model, f"{phase}_step"):
+                object.__setattr__(model, function, functools.partial(_on_list, run, phase))
+                taken.append(phase)
+        return taken
+
+    def uninstall(self, model: Any) -> None:
+        for function in _FUNCTIONS.values():
+            if isinstance(getattr(model, function, None), functools.partial):
+                object.__setattr__(model, function, None)
+
+    def batch_size_of(self, x: Any) -> int | None:
+        if isinstance(x, torch.utils.data.DataLoader):
+            return None if x.batch_size is None else int(x.batch_size)
+        if hasattr(x, "element_spec"):  # A tf.data dataset, which Keras takes on every backend.
+            leaf = next(iter(tree.flatten(x.element_spec)), None)
+            return leaf.shape[0] if leaf is not None and leaf.shape.rank else None
+        if all(hasattr(leaf, "shape") for leaf in tree.flatten(x)) and not hasattr(x, "__next__"):
+            return 32  # What Keras takes for arrays.
+        return None
+
+    samples_in = staticmethod(samples_in)
+
+    def as_batch(self, x: Any, y: Any, sample_weight: Any) -> Any:
+        return _as_arrays((x, y, sample_weight))
+
+    def part_of(self, data: Any, start: int, stop: int) -> Any:
+        return take(data, start, stop - start)
+
+    @contextlib.contextmanager
+    def nothing_written(self, model: Any) -> Iterator[None]:
+        engine = TorchEngine(model)
+        with torch.no_grad(), engine.outside.unchanged_on_failure(keep=False), engine.scope():
+            yield
+
+    def inside_graph(self) -> bool:
+        return bool(torch.compiler.is_compiling())
+
+    def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
+        return full_batch_gradients(loss_fn, variables, _as_arrays(data), micro)
+
+
+def _on_list(run: RunBatch, phase: Phase, batches: Sequence[Any]) -> Any:
+    return run(phase, _as_arrays(batches[0]), None)
+
+
+def _as_arrays(data: Any) -> Any:
+    """Anything with rows as a tensor or as an array. Arrays go to the device in the step, where that may fail."""
+
+    def convert(leaf: Any) -> Any:
+        return leaf if leaf is None or isinstance(leaf, torch.Tensor | np.ndarray) else np.asarray(leaf)
+
+    return tree.map_structure(convert, data)
+
+
+class _EpochIterator(keras_trainer.TorchEpochIterator):  # type: ignore[misc]
+    """Keras's own. For a guarded model it says where an error came from when a batch could not be read."""
+
+    def __iter__(self) -> Any:
+        reader = sys._getframe(1).f_locals.get("self")
+        self._guarded = isinstance(getattr(reader, "train_function", None), functools.partial)
+        return super().__iter__()
+
+    def __next__(self) -> Any:
+        return pulled(iter(super().__next__, None)) if self._guarded else super().__next__()
+
+
+# Put in place once and for all: Keras makes a new one in every call of `fit`, where nothing of ours is asked.
+keras_trainer.TorchEpochIterator = _EpochIterator
+
+
+@functools.cache
+def backend() -> TorchBackend:
+    return TorchBackend()

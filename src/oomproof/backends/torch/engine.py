@@ -1,0 +1,133 @@
+"""How torch computes with a model: op by op, with gradients that pieces add up in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from keras import tree
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.backend.torch.core import convert_to_tensor, get_device
+
+from oomproof.backends.common.engine import Compute, Outcome, Piece
+from oomproof.backends.common.model import call, first_tensor, statistics_layers
+from oomproof.backends.torch.outside import OutsideState
+from oomproof.backends.torch.writes import Gradients, PendingWrites
+
+
+class TorchEngine:
+    """See `common.engine.Engine`.
+
+    Attributes:
+        compiled: Whether the model is called through torch.compile. The loss and the update are not compiled.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.compiled = bool(model.jit_compile)
+        self.outside = OutsideState(model)
+        # Not on every device is there double precision.
+        self.wide = "float32" if torch.device(get_device()).type == "mps" else "float64"
+        self._adding: Gradients | None = None
+
+    def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
+        outer = get_stateless_scope()
+        values = {} if outer is None else dict(outer.state_mapping)
+        return PendingWrites(values | {id(variable): value for variable, value in state})
+
+    def call(self, x: Any, training: bool) -> Any:
+        # What records the statistics of a piece is a new function each time, and each would be compiled.
+        if not self.compiled or (training and self._adding is not None and statistics_layers(self.model)):
+            return call(self.model, x, training)
+        return _compiled_call()(self.model, x, training)
+
+    def run(self, compute: Compute, inputs: Sequence[Any] = ()) -> list[Any]:
+        with torch.no_grad():
+            return _detached(compute(*inputs)[1])
+
+    def differentiate(self, compute: Compute, inputs: Sequence[Any] = ()) -> tuple[list[Any], list[Any], list[Any]]:
+        if self._adding is not None:
+            return _detached(self._adding.add(compute)), [], []
+        weights = self.weights()
+        leaves = [value.detach().requires_grad_(value.is_floating_point()) for value in inputs]
+        gradients = Gradients([*weights, *leaves])
+        results = _detached(gradients.add(lambda: compute(*leaves)))
+        found = gradients.taken()
+        return results, found[: len(weights)], found[len(weights) :]
+
+    def over_pieces(self, piece: Piece, batch_size: Any, count: Any, state: list[Any]) -> Outcome:
+        self._adding = Gradients(self.weights())
+        sums: list[Any] = []
+        rows: list[list[Any]] = []
+        try:
+            with self.outside.one_pass() as averages:
+                for index in range(count):
+                    start = index * batch_size // count
+                    size = (index + 1) * batch_size // count - start
+                    with averages.piece(size / batch_size):
+                        outcome = piece(start, size, state)
+                    state = outcome.state
+                    sums = [a + b for a, b in zip(sums, outcome.sums, strict=True)] if index else outcome.sums
+                    rows = rows or [[] for _ in outcome.rows]
+                    for parts, part in zip(rows, outcome.rows, strict=True):
+                        parts.append(part)
+            return Outcome(state, sums, self._adding.taken(), [_joined(parts) for parts in rows])
+        finally:
+            self._adding = None
+
+    def take(self, data: Any, start: int, size: int) -> Any:
+        return take(data, start, size)
+
+    def size_of(self, leaf: Any) -> int:
+        return size_of(leaf)
+
+    def samples_for_keras(self, x: Any) -> Any:
+        return first_tensor(x).shape[0]
+
+    def metrics_see_masks(self, training: bool) -> bool:
+        return True
+
+    def opened(self, rows: list[Any]) -> list[Any]:
+        return rows
+
+    def add(self, a: Any, b: Any) -> Any:
+        if a is None or b is None:
+            return b if a is None else a
+        return a.add_(b)
+
+    def weights(self) -> list[Any]:
+        return [variable._value for variable in self.model.trainable_weights]
+
+
+@functools.cache
+def _compiled_call() -> Callable[..., Any]:
+    # With the random numbers of ops that are not compiled: a program with a backward pass and one without it must
+    # draw the same ones.
+    compiled: Callable[..., Any] = torch.compile(call, options={"fallback_random": True})
+    return compiled
+
+
+def size_of(leaf: Any) -> int:
+    return int(leaf.shape[0])
+
+
+def take(data: Any, start: int, size: int) -> Any:
+    """Samples `start` to `start + size` of every tensor of the batch. What is not a tensor yet becomes one."""
+    return tree.map_structure(lambda leaf: leaf if leaf is None else as_tensor(leaf[start : start + size]), data)
+
+
+def as_tensor(leaf: Any) -> Any:
+    """Data as Keras's own step takes it: tensors stay where they are, arrays go to the device."""
+    return leaf if leaf is None or isinstance(leaf, torch.Tensor) else convert_to_tensor(leaf)
+
+
+def _detached(results: list[Any]) -> list[Any]:
+    return [result.detach() for result in results]
+
+
+def _joined(parts: list[Any]) -> Any:
+    joined = torch.cat(parts)
+    parts.clear()
+    return joined

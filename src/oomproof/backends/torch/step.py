@@ -1,0 +1,168 @@
+"""The transactional step on torch: a call that raises has changed nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+from keras import tree
+from torch._dynamo.exc import TorchDynamoException
+
+from oomproof.backends.common.model import unpack
+from oomproof.backends.common.step import ModelStep
+from oomproof.backends.torch.commit import Commit
+from oomproof.backends.torch.device import is_lost, says_memory
+from oomproof.backends.torch.engine import TorchEngine, as_tensor, take
+from oomproof.backends.torch.rescue import lost_device
+from oomproof.backends.torch.writes import settled, write
+from oomproof.records import Phase
+
+logger = logging.getLogger("oomproof")
+
+
+class TorchStep(ModelStep):
+    """Runs logical batches of one compiled model, whole or in pieces."""
+
+    engine: TorchEngine
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, TorchEngine(model))
+        self._commit = Commit(model)
+        self._finished = 0
+
+    def equal_pieces_only(self) -> bool:
+        return False
+
+    def evaluate(self, function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
+        def evaluate() -> list[Any]:
+            with self.engine.scope():
+                return function(*map(_with_own_weights, arguments))
+
+        found: list[Any] = self._run(evaluate, keep=False)
+        return found
+
+    # Running it
+
+    def train(self, data: Any, pieces: int, lean: bool, spec: Any = None) -> Any:
+        if pieces > 1:
+            self._examine(data)
+
+        def train() -> Any:
+            gradients, pending, logs = self._compute(data, pieces, training=True, split=pieces > 1)
+            self._commit(self.model.trainable_weights, gradients, pending, lean)
+            return logs
+
+        logs = self._run(train)
+        self._finished += 1
+        return logs
+
+    def test(self, data: Any, pieces: int, spec: Any = None) -> Any:
+        if pieces > 1:
+            self._examine(data)
+
+        def test() -> Any:
+            _, pending, logs = self._compute(data, pieces, training=False, split=pieces > 1)
+            write(settled(pending))
+            return logs
+
+        return self._run(test)
+
+    def predict(self, data: Any, pieces: int, spec: Any = None) -> Any:
+        size = self.batch_size(data)
+
+        def predict() -> Any:
+            with self.engine.scope() as scope:
+                if pieces == 1:
+                    outputs = self._outputs(data)
+                else:
+                    parts = []
+                    for index in range(pieces):
+                        start = index * size // pieces
+                        piece = self._outputs(take(data, start, (index + 1) * size // pieces - start))
+                        # Straight to the host: what is predicted need not be on the device all at once.
+                        parts.append(tree.map_structure(lambda leaf: leaf.cpu(), piece))
+                    outputs = tree.map_structure(lambda *leaves: torch.cat(leaves), *parts)
+            write(settled(scope.pending()))
+            return outputs
+
+        return self._run(predict)
+
+    def probe(self, data: Any, samples: int, phase: Phase) -> None:
+        few = take(data, 0, samples)
+        if phase != "predict":
+            self._examine(data)
+
+        def probe() -> None:
+            if phase == "predict":
+                with self.engine.scope():
+                    self._outputs(few)
+            else:
+                self._compute(few, 1, training=phase == "train", split=phase == "train")
+
+        self._run(probe, keep=False)
+
+    def caveats(self, data: Any) -> tuple[str, ...]:
+        kinds = {
+            type(module).__name__
+            for module in self.engine.outside.modules()
+            if isinstance(module, torch.nn.modules.batchnorm._NormBase)
+        }
+        found = tuple(f"torch's {kind} normalises with the statistics of each piece" for kind in sorted(kinds))
+        return super().caveats(data) + found
+
+    # What it computes
+
+    def _compute(self, data: Any, pieces: int, training: bool, split: bool) -> tuple[list[Any], list[Any], Any]:
+        """(gradients, pending writes, logs) of a batch."""
+        phases, data = self._phases(), _with_own_weights(data)
+        with self.engine.scope() as scope:
+            if split:
+                gradients, logs = phases.split(data, pieces, training)
+            else:
+                gradients, logs = phases.whole(tree.map_structure(as_tensor, data), training)
+            # A metric may return its variable: what counts is the value that is pending.
+            logs = tree.map_structure(lambda log: log.value if isinstance(log, keras.Variable) else log, logs)
+        return gradients, scope.pending(), logs
+
+    def _outputs(self, data: Any) -> Any:
+        x, _, _ = unpack(tree.map_structure(as_tensor, data))
+        return self.engine.call(x, False)
+
+    # How it runs
+
+    def _run(self, function: Callable[[], Any], keep: bool = True) -> Any:
+        """Runs a function such that what it changes outside of any scope is put back if it fails, or without `keep`."""
+        try:
+            return self._attempt(function, keep)
+        except TorchDynamoException as error:
+            if not self.engine.compiled or says_memory(error):
+                raise
+            reason = str(error).strip().splitlines()[0]
+        # Nothing has changed, so it can simply be run again.
+        self.engine.compiled = False
+        logger.warning(f"oomproof: torch.compile cannot compile the model, which now runs without it: {reason}")
+        return self._attempt(function, keep)
+
+    def _attempt(self, function: Callable[[], Any], keep: bool) -> Any:
+        try:
+            with torch.no_grad(), self.engine.outside.unchanged_on_failure(keep):
+                return function()
+        except Exception as error:
+            if not is_lost(error):
+                raise
+            raise lost_device(self.model, self._commit.on_host, self._finished, error) from error
+
+
+def _with_own_weights(data: Any) -> Any:
+    """The batch with a copy of its sample weights: on torch Keras multiplies them with masks in place.
+
+    A second attempt, and whoever made the batch, must find them as they were.
+    """
+    x, y, sample_weight = unpack(data)
+    if sample_weight is None:
+        return data
+    own = tree.map_structure(lambda leaf: None if leaf is None else as_tensor(leaf).clone(), sample_weight)
+    return x, y, own
