@@ -65,14 +65,20 @@ def ballast(backend: str, size: int) -> Any:
     return [tf.fill((2**22,), float(index)) for index in range(count)]
 
 
-def build(jit: bool | str) -> Any:
+def build(net: str, jit: bool | str) -> Any:
     import keras
 
     keras.utils.set_random_seed(0)
-    layers = [keras.Input((32, 32, 3))]
+    layers: list[Any] = [keras.Input((32, 32, 3))]
+    if net == "tokens":
+        # Without convolutions, which take XLA minutes to compile with some versions of cuDNN.
+        layers += [keras.layers.Reshape((256, 12))]
     for _ in range(6):
-        layers += [keras.layers.Conv2D(128, 3, padding="same", activation="relu"), keras.layers.LayerNormalization()]
-    model = keras.Sequential([*layers, keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)])
+        conv = keras.layers.Conv2D(128, 3, padding="same", activation="relu")
+        layers += [conv if net == "conv" else keras.layers.Dense(512, activation="relu")]
+        layers += [keras.layers.LayerNormalization()]
+    layers += [keras.layers.GlobalAveragePooling2D() if net == "conv" else keras.layers.GlobalAveragePooling1D()]
+    model = keras.Sequential([*layers, keras.layers.Dense(10)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, metrics=["accuracy"], jit_compile=jit)
     return model
@@ -108,7 +114,7 @@ def take_memory_in_every_epoch(model: Any, backend: str, blind: bool) -> Any:
     return GiveBack()
 
 
-def child(backend: str, cap: int, jit: str, recoveries: int, blind: bool, guarded: bool, out: str) -> None:
+def child(backend: str, net: str, cap: int, jit: str, recoveries: int, blind: bool, guarded: bool, out: str) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     capped(backend, cap)
     import keras
@@ -116,7 +122,7 @@ def child(backend: str, cap: int, jit: str, recoveries: int, blind: bool, guarde
 
     import oomproof
 
-    model = build({"auto": "auto", "yes": True, "no": False}[jit])
+    model = build(net, {"auto": "auto", "yes": True, "no": False}[jit])
     rng = np.random.default_rng(0)
     steps, epochs = (1, recoveries + 1) if recoveries else (STEPS, EPOCHS)
     x, y = rng.normal(size=(steps * BATCH, 32, 32, 3)).astype("float32"), rng.integers(0, 10, steps * BATCH)
@@ -142,6 +148,7 @@ def child(backend: str, cap: int, jit: str, recoveries: int, blind: bool, guarde
     ooms = [event for event in events if event["kind"] == "oom"]
     result = {
         "backend": backend,
+        "net": net,
         "cap_mb": cap,
         "jit_compile": bool(model.jit_compile),
         "guarded": guarded,
@@ -167,6 +174,7 @@ def main() -> None:
     parser.add_argument("--recoveries", type=int, default=0)
     parser.add_argument("--recovery-cap", type=int, default=6000)
     parser.add_argument("--jit", choices=["auto", "yes", "no"], default="auto")
+    parser.add_argument("--net", choices=["conv", "tokens"], default="conv")
     parser.add_argument("--blind", action="store_true", help="JAX: also run what is known not to fit")
     parser.add_argument("--out", default=None)
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
@@ -192,7 +200,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number, plan in enumerate(plans):
             file = f"{folder}/{number}"
-            told = plan | {"backend": backend, "jit": arguments.jit, "blind": arguments.blind, "out": file}
+            told = plan | {
+                "backend": backend,
+                "net": arguments.net,
+                "jit": arguments.jit,
+                "blind": arguments.blind,
+                "out": file,
+            }
             command = [sys.executable, __file__, "--child", json.dumps(told)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if not os.path.exists(f"{file}.json"):
