@@ -90,6 +90,13 @@ class JaxMemory:
         limits = [limit for limit in (self._limit, budget) if limit is not None]
         return max(min(limits) - self.current(), 0) if limits else None
 
+    def is_short_of(self, needed: int, in_flight: int) -> bool:
+        """Whether a program cannot go through, even if all that is on its way were done. Cheap."""
+        stats = self._stats()
+        return (
+            stats is not None and self._limit is not None and stats["bytes_in_use"] - in_flight + needed > self._limit
+        )
+
     def ran(self, needed: int, before: int) -> None:
         """A program was run, or measured as if it were."""
         self._peak = max(self._peak, before + needed)

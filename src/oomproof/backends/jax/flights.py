@@ -27,6 +27,7 @@ class Flight:
         outcome: New values and logs, not computed yet perhaps.
         logs: The logs among them.
         settle: Waits for all flights, and runs those again that failed.
+        needs: Bytes it takes on its way.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class Flight:
         outcome: Any,
         logs: Any,
         settle: Callable[..., None],
+        needs: int,
     ) -> None:
         self.batch = batch
+        self.needs = needs
         self.before = before
         self._outcome = outcome
         self._logs = logs

@@ -59,7 +59,8 @@ class JaxStep(ModelStep):
 
     def _launch(self, phase: Phase, data: Any, pieces: int, spec: Any) -> Any:
         program = self._program(phase, data, pieces)
-        if not (program.proven and program.roomy):
+        in_flight = sum(flight.needs for flight in self._flights)
+        if not (program.proven and program.roomy) or self._memory.is_short_of(program.needs(data), in_flight):
             self.settle()
             program.check_room(self._memory, self.budget, data)
         outcome = program(self._values(), data)
@@ -71,7 +72,7 @@ class JaxStep(ModelStep):
             _assign(updates)
             return logs
         before = [(variable, variable._value) for variable in program.written]
-        flight = Flight((phase, data, spec), before, outcome, logs, self.settle)
+        flight = Flight((phase, data, spec), before, outcome, logs, self.settle, program.needs())
         self._memory.in_flight += 1
         self._flights.append(flight)
         _assign(updates)
