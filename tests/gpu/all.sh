@@ -4,7 +4,7 @@
 out=$2
 export KERAS_BACKEND=$1 PYTHONUNBUFFERED=1 PYTHONPATH=src:$PYTHONPATH TF_CPP_MIN_LOG_LEVEL=2
 quiet() { grep -vE '^[WIEF][0-9]{4} |^WARNING|UserWarning|data_adapter' | cut -c1-600; }
-oom() { timeout "$1" python tests/gpu/real_oom.py --out "$out/real_oom_$2.json" "${@:3}" 2>&1 | quiet | grep -E 'difference|out_of|once|failed|rror' ; }
+oom() { timeout "$1" python tests/gpu/real_oom.py --out "$out/real_oom_$2.json" "${@:3}" 2>&1 | quiet | grep -E 'difference|out_of|pulled|failed|told|rror' ; }
 step() { timeout "$1" python benchmarks/step.py --device gpu --name "$2" "${@:3}" 2>&1 | quiet | grep -E '^(first|\{| +\{)|rror'; cp "benchmarks/results/$2.json" "$out/"; }
 case $1 in
 jax)
@@ -17,8 +17,9 @@ torch)
   step 60 step-gpu-torch-pieces --parts pieces-conv,pieces-transformer --pieces 1,4,16
   oom 120 torch --caps 6000,3000 --recoveries 50 ;;
 tensorflow)
-  step 120 step-gpu-tensorflow-graph --jit no --parts whole-transformer,whole-conv
-  oom 200 tensorflow_graph --jit no --caps 3000 --recoveries 5
-  oom 200 tensorflow_xla --jit yes --net tokens --caps 3000 --recoveries 5
-  step 200 step-gpu-tensorflow-xla --jit yes --parts pieces-transformer,whole-transformer --pieces 1,4 ;;
+  oom 130 tensorflow_graph --jit no --caps 3000 --recoveries 5
+  TF_GPU_ALLOCATOR=cuda_malloc_async oom 40 tensorflow_async --jit no --caps "" --recoveries 2
+  oom 150 tensorflow_xla --jit yes --net tokens --caps 3000 --recoveries 5
+  step 80 step-gpu-tensorflow-graph --jit no --parts whole-conv,whole-transformer
+  step 170 step-gpu-tensorflow-xla --jit yes --parts whole-transformer,pieces-transformer --pieces 1,4 ;;
 esac

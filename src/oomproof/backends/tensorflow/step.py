@@ -17,7 +17,7 @@ from oomproof.backends.common.step import ModelStep, batch_leaves
 from oomproof.backends.tensorflow.commit import commit_leanly
 from oomproof.backends.tensorflow.engine import TensorFlowEngine
 from oomproof.backends.tensorflow.pieces import take
-from oomproof.backends.tensorflow.writes import PendingWrites, apply_gradients
+from oomproof.backends.tensorflow.writes import PendingWrites, apply_gradients, commit
 from oomproof.records import Phase
 from oomproof.units import tensor_bytes
 
@@ -103,7 +103,9 @@ class TensorFlowStep(ModelStep):
     def _run(self, kind: str, data: Any, pieces: int, spec: Any, split: bool = False) -> Any:
         split = split or pieces > 1
         if self._eager:
-            return self._compute(kind, data, pieces, split)
+            result, writes = self._compute(kind, data, pieces, split)
+            commit(writes, tree.flatten(result))
+            return result
         # XLA needs to know sizes: one program per number of pieces, traced for the sizes at hand.
         compiled_split = self._xla and split
         open_size = compiled_split and spec is not None and first_tensor(unpack(spec)[0]).shape[0] is None
@@ -120,15 +122,32 @@ class TensorFlowStep(ModelStep):
     def _program(self, kind: str, split: bool, pieces: int | None, open_size: bool) -> Any:
         key = (kind, split, pieces, open_size)
         if key not in self._programs:
-
-            def compute(data: Any, *count: Any) -> Any:
-                return self._compute(kind, data, count[0] if count else pieces, split, open_size)
-
             relaxed = not (self._xla and split)
-            self._programs[key] = tf.function(compute, reduce_retracing=relaxed, jit_compile=self._xla, autograph=False)
+            places: list[tuple[Any, str]] = []
+
+            def values(data: Any, *count: Any) -> Any:
+                result, writes = self._compute(kind, data, count[0] if count else pieces, split, open_size)
+                places[:] = [(variable, how) for variable, how, _ in writes]
+                return result, [value for *_, value in writes]
+
+            # XLA takes over the buffers of variables that a program writes, and frees them when it runs out of memory,
+            # though the variables still have them. So what it compiles writes nothing, and the writing is done around.
+            compiled = tf.function(values, reduce_retracing=relaxed, jit_compile=True, autograph=False)
+            compute = compiled if self._xla else values
+
+            def step(data: Any, *count: Any) -> Any:
+                result, found = compute(data, *count)
+                writes = [(variable, how, value) for (variable, how), value in zip(places, found, strict=True)]
+                commit(writes, tree.flatten(result))
+                return result
+
+            self._programs[key] = tf.function(step, reduce_retracing=relaxed, autograph=False)
         return self._programs[key]
 
-    def _compute(self, kind: str, data: Any, pieces: Any, split: bool, open_size: bool = False) -> Any:
+    def _compute(
+        self, kind: str, data: Any, pieces: Any, split: bool, open_size: bool = False
+    ) -> tuple[Any, list[tuple[Any, str, Any]]]:
+        """What a program returns, and what it is to write."""
         phases = Phases(self.model, self.engine, self._added_losses, open_size)
         scope: PendingWrites
         with self.engine.scope() as scope:
@@ -147,11 +166,8 @@ class TensorFlowStep(ModelStep):
             if kind == "gradients":
                 pending = scope.pending()
                 self._pending[split] = [variable for variable, _ in pending]
-                return list(gradients), [value for _, value in pending], logs
-        if not kind.startswith("try"):
-            # Logs too must be there before anything is written: they read what is pending.
-            scope.commit(tree.flatten(logs))
-        return logs
+                return (list(gradients), [value for _, value in pending], logs), []
+        return logs, [] if kind.startswith("try") else scope.writes()
 
 
 def _writes_cannot_wait(optimizer: Any) -> bool:

@@ -79,17 +79,19 @@ class PendingWrites(Pending):
         self._differentiated = set()
         self.updating = True
 
-    def commit(self, results: Sequence[Any] = ()) -> None:
-        """Assigns everything, once everything has been computed, `results` included."""
-        dense = [(variable, tf.cast(value, variable._value.dtype)) for variable, value in self.pending()]
+    def writes(self) -> list[tuple[Any, str, Any]]:
+        """(variable, how it is written, what is written), sparse writes first."""
         sparse = [(v, kind, slices) for v, scatters in self._scattered.values() for kind, slices in scatters]
-        everything = [value for _, value in dense] + [slices.values for *_, slices in sparse]
-        everything += [result for result in results if tf.is_tensor(result)]
-        with after(everything):
-            for variable, kind, slices in sparse:
-                getattr(variable._value, kind)(slices)
-            for variable, value in dense:
-                variable._value.assign(value, read_value=False)
+        return sparse + [(v, "assign", tf.cast(value, v._value.dtype)) for v, value in self.pending()]
+
+
+def commit(writes: Sequence[tuple[Any, str, Any]], results: Sequence[Any]) -> None:
+    """Writes everything, once everything has been computed, `results` included."""
+    values = [value.values if isinstance(value, tf.IndexedSlices) else value for *_, value in writes]
+    with after([*values, *(result for result in results if tf.is_tensor(result))]):
+        for variable, kind, value in writes:
+            options = {"read_value": False} if kind == "assign" else {}
+            getattr(variable._value, kind)(value, **options)
 
 
 @contextlib.contextmanager
