@@ -6,10 +6,11 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 export KERAS_BACKEND := tensorflow
 export TF_CPP_MIN_LOG_LEVEL := 2
 
+BACKENDS := tensorflow jax torch
 READY := .venv/.ready
 OLDEST_READY := .venv-oldest/.ready
 
-.PHONY: demo test lint unit backends oldest bench soak clean
+.PHONY: demo test lint unit backends oldest bench soak clean $(BACKENDS:%=backends-%) $(BACKENDS:%=oldest-%)
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -25,12 +26,17 @@ lint: $(READY)
 unit: $(READY)
 	.venv/bin/pytest tests/unit
 
-backends: $(READY)
-	.venv/bin/pytest tests/backends
+# One suite, once for each backend: Keras chooses its backend when it is imported.
+backends: $(BACKENDS:%=backends-%)
+
+$(BACKENDS:%=backends-%): backends-%: $(READY)
+	KERAS_BACKEND=$* .venv/bin/pytest tests/backends
 
 # Keras's calling convention is the one thing we lean on that is not promised, so it is pinned on both ends.
-oldest: $(OLDEST_READY)
-	.venv-oldest/bin/pytest tests/backends -m seam
+oldest: $(BACKENDS:%=oldest-%)
+
+$(BACKENDS:%=oldest-%): oldest-%: $(OLDEST_READY)
+	KERAS_BACKEND=$* .venv-oldest/bin/pytest tests/backends -m seam
 
 bench: $(READY)
 	@set -e; for script in benchmarks/[!_]*.py; do echo "$$script"; .venv/bin/python "$$script"; done
@@ -44,11 +50,11 @@ clean:
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[tensorflow,dev]'
+	.venv/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[tensorflow,jax,torch,dev]'
 	touch $@
 
 $(OLDEST_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-oldest
 	grep -v '^keras==' constraints.txt > .venv-oldest/constraints.txt
-	.venv-oldest/bin/python $(PIP_INSTALL) --constraint .venv-oldest/constraints.txt --editable '.[tensorflow,dev]' keras==$(OLDEST_KERAS)
+	.venv-oldest/bin/python $(PIP_INSTALL) --constraint .venv-oldest/constraints.txt --editable '.[tensorflow,jax,torch,dev]' keras==$(OLDEST_KERAS)
 	touch $@

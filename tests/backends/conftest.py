@@ -1,7 +1,23 @@
 """Fixtures of the backend suites."""
 
+import os
+
 import keras
 import pytest
+from here import BACKEND
+from keras import ops
+from keras.src.backend.common import dtypes
+from keras.src.losses import loss as keras_loss
+
+if BACKEND == "jax":
+    import jax
+
+    # Nearly all of a test's time is compiling programs that run once: less than half of it is left like this. What they
+    # compute stays the same. XLA reads its flags once; child processes, whose memory is measured, are to see none.
+    jax.config.update("jax_disable_most_optimizations", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false")
+        jax.jit(lambda: 1)()
 
 
 @pytest.fixture
@@ -10,6 +26,30 @@ def float64():
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
+    if BACKEND == "jax":
+        # JAX has no double precision unless asked. Not for the whole process: most users never ask.
+        jax.config.update("jax_enable_x64", True)
+    # Off TensorFlow, Keras turns what it promotes to double precision into single: most of a model's arithmetic.
+    narrowed = dtypes.BIT64_TO_BIT32_DTYPE["float64"]
+    dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
     yield
+    dtypes.BIT64_TO_BIT32_DTYPE["float64"] = narrowed
+    if BACKEND == "jax":
+        jax.config.update("jax_enable_x64", False)
     keras.config.set_floatx(floatx)
     keras.config.set_dtype_policy(policy)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def weights_as_given():
+    """Keras masks sample weights in place on torch, so plain training's weighted metrics see other weights than it was
+    given (docs/backends.md). Repaired here, or there would be no right History to compare with."""
+    if BACKEND != "torch":
+        yield
+        return
+    original = keras_loss.apply_mask
+    keras_loss.apply_mask = lambda sample_weight, *rest, **options: original(
+        None if sample_weight is None else ops.copy(sample_weight), *rest, **options
+    )
+    yield
+    keras_loss.apply_mask = original

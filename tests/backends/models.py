@@ -7,9 +7,11 @@ import dataclasses
 
 import keras
 import numpy as np
+from here import USUAL, set_mode
 from keras import layers, ops
 
 import oomproof
+from oomproof.driver import Sizing
 
 BATCH = 12
 # Two full batches and a short one.
@@ -44,8 +46,7 @@ def made(build, mode="graph"):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(7)
     model = build()
-    model.run_eagerly = mode == "eager"
-    model.jit_compile = mode == "xla"
+    set_mode(model, mode)
     return model
 
 
@@ -68,6 +69,14 @@ def force_pieces(model, size):
     model._oomproof_guard._ready()._micro = lambda phase, unit: size
 
 
+def forget_failures(model):
+    """Makes a guarded model start from what it was told, as if nothing had failed. Its programs are kept."""
+    driver = model._oomproof_guard._driver
+    driver._lean = False
+    for phase in driver._sizing:
+        driver._sizing[phase] = Sizing()
+
+
 def check_same(expected, received, tolerance=TOLERANCE):
     """Raises AssertionError, naming what differs, unless both trainings left the same behind."""
     _check_values("variables", expected.variables, received.variables, tolerance)
@@ -86,10 +95,10 @@ def _check_values(what, expected, received, tolerance):
     assert not wrong, f"{what} differ: {'; '.join(wrong)}"
 
 
-def check_exact(build, *data, micro=3, mode="graph", plain_mode="eager", tolerance=TOLERANCE, **fit):
+def check_exact(build, *data, micro=3, mode=USUAL, plain_mode="eager", tolerance=TOLERANCE, **fit):
     """Trains plainly and in pieces of at most `micro` samples, and compares.
 
-    The plain training runs eagerly unless told otherwise: that spares a trace, which is most of a test's time.
+    The plain training runs eagerly unless told otherwise: that spares a trace or a compile, most of a test's time.
     """
     expected = train(build, *data, mode=plain_mode, **fit)
     received = train(build, *data, guard={"micro_batch_size": micro}, mode=mode, **fit)

@@ -1,7 +1,6 @@
-# ruff: noqa: E402
-"""One scenario on TensorFlow's real allocator, in a process of its own: the limit is read once, at import.
+"""One scenario under a memory limit that is real, in a process of its own (see oom_memory.py for how).
 
-    python oom_child.py SCENARIO LIMIT_MB OUT.npz [JSON OPTIONS]
+    KERAS_BACKEND=jax python oom_child.py SCENARIO LIMIT_MB OUT.npz [JSON OPTIONS]
 
 Prints one JSON line and writes the final weights to OUT.npz. A limit of 0 means none: the reference runs.
 """
@@ -12,154 +11,39 @@ import json
 import logging
 import os
 import sys
-import time
 
-LIMIT = int(sys.argv[2]) if __name__ == "__main__" else 0
-# oneDNN allocates past the limited allocator and crashes the process when it cannot.
-os.environ.update(KERAS_BACKEND="tensorflow", TF_ENABLE_ONEDNN_OPTS="0", TF_CPP_MIN_LOG_LEVEL="3")
-if LIMIT:
-    os.environ.update(TF_CPU_ALLOCATOR_USE_BFC="true", TF_CPU_BFC_MEM_LIMIT_IN_MB=str(LIMIT))
+if os.environ.get("KERAS_BACKEND") in ("jax", "torch"):
+    # Keras imports TensorFlow wherever it is installed, which takes each process seconds and hundreds of megabytes.
+    sys.modules["tensorflow"] = None
 
 import keras
 import numpy as np
-import tensorflow as tf
+import oom_memory
+from oom_memory import MIB
+from oom_models import (
+    BATCH,
+    Ballast,
+    Counting,
+    Recorder,
+    changed,
+    lost,
+    number,
+    sequences,
+    state_of,
+    table_net,
+    token_net,
+    warm_up,
+    wide_net,
+)
 
 import oomproof
 from oomproof.records import Run
 
-BATCH, STEPS = 128, 4
-MIB = 2**20
-LINES: list[str] = []  # What oomproof logged.
+BACKEND = keras.backend.backend()
+LIMIT = int(sys.argv[2])
 OPTIONS = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-
-
-def memory() -> dict[str, int]:
-    return dict(tf.config.experimental.get_memory_info("CPU:0")) if LIMIT else {"current": 0, "peak": 0}
-
-
-class Seen(keras.metrics.Metric):
-    """Counts how often each sample took part in an epoch. Labels are the numbers of the samples."""
-
-    def __init__(self, samples):
-        super().__init__(name="seen")
-        self.counts = self.add_weight(shape=(samples,), initializer="zeros", name="counts")
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        ids = keras.ops.cast(keras.ops.reshape(y_true, (-1,)), "int32")
-        self.counts.assign(self.counts + keras.ops.sum(keras.ops.one_hot(ids, self.counts.shape[0]), axis=0))
-
-    def result(self):
-        return keras.ops.max(self.counts)
-
-
-class Counting(keras.utils.PyDataset):
-    """NumPy batches, outside of the limited allocator, that remembers what was pulled and in which order."""
-
-    def __init__(self, arrays, batch=BATCH):
-        super().__init__()
-        self.arrays, self.batch, self.pulls = arrays, batch, []
-
-    def __len__(self):
-        return len(self.arrays[0]) // self.batch
-
-    def __getitem__(self, index):
-        self.pulls.append(int(index))
-        return tuple(array[index * self.batch : (index + 1) * self.batch] for array in self.arrays)
-
-
-class Recorder(keras.callbacks.Callback):
-    """Memory and optimizer steps after every batch, sample counts after every epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.current, self.peaks, self.iterations, self.seen = [], [], [], []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if LIMIT:
-            tf.config.experimental.reset_memory_stats("CPU:0")
-
-    def on_train_batch_end(self, batch, logs=None):
-        use = memory()
-        self.current.append(use["current"])
-        self.peaks.append(use["peak"])
-        self.iterations.append(int(self.model.optimizer.iterations))
-
-    def on_epoch_end(self, epoch, logs=None):
-        counts = self.model.seen.counts
-        self.seen.append([float(np.min(counts)), float(np.max(counts))])
-
-
-def ballast(mib):
-    """Memory that is taken, in small tensors: one large one might itself not find a gap."""
-    return [tf.zeros((MIB // 8,)) for _ in range(2 * mib)]
-
-
-class Ballast(keras.callbacks.Callback):
-    """Takes memory away at one batch and gives it back at the begin of a later epoch."""
-
-    def __init__(self, mib, take, give):
-        super().__init__()
-        self.mib, self.take, self.give = mib, take, give
-        self.epoch, self.held = 0, None
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-        if epoch == self.give:
-            self.held = None
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if (self.epoch, batch) == self.take:
-            self.held = ballast(self.mib)
-
-
-def sequences(samples=BATCH * STEPS):
-    rng = np.random.default_rng(0)
-    return rng.normal(size=(samples, 64, 4)).astype("float32"), np.arange(samples)[:, None]
-
-
-def token_net(samples=BATCH * STEPS, norm=keras.layers.LayerNormalization, count=True):
-    """No convolutions: on the CPU their backward pass takes tens of MB of scratch whatever the batch."""
-    keras.utils.set_random_seed(1)
-    stack = [keras.Input((64, 4))]
-    for _ in range(3):
-        stack += [keras.layers.Dense(64, activation="relu"), norm()]
-    model = keras.Sequential([*stack, keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(samples)])
-    seen = Seen(samples)
-    # Plain momentum: Adam divides by the size of a gradient, which blows rounding up where gradients are tiny.
-    model.compile(
-        keras.optimizers.SGD(0.05, momentum=0.9),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[seen] if count else ["accuracy"],
-    )
-    object.__setattr__(model, "seen", seen)
-    return model
-
-
-def table_net():
-    """A table so large that its update does not fit beside it."""
-    keras.utils.set_random_seed(1)
-    rows, width = 60_000, 32
-    model = keras.Sequential(
-        [
-            keras.Input((4,), dtype="int32"),
-            keras.layers.Embedding(rows, width),
-            keras.layers.Flatten(),
-            keras.layers.Dense(1),
-        ]
-    )
-    model.compile(keras.optimizers.Adam(1e-3), "mse")
-    rng = np.random.default_rng(0)
-    return model, (rng.integers(0, rows, (256, 4)).astype("int32"), rng.normal(size=(256, 1)).astype("float32"))
-
-
-def state_of(model):
-    """Every variable there is, as bytes on the host."""
-    variables = [*model.variables, *model.optimizer.variables]
-    return {f"{i} {v.path}": v.numpy().copy() for i, v in enumerate(variables)}
-
-
-def changed(before, after):
-    return [name for name in before if before[name].tobytes() != after[name].tobytes()]
+LINES: list[str] = []  # What oomproof logged.
+MEMORY = oom_memory.limited(BACKEND, LIMIT)
 
 
 def unseen_ballast(model, mib_at):
@@ -171,7 +55,7 @@ def unseen_ballast(model, mib_at):
     def train(*args):
         calls = held["calls"] = held.get("calls", -1) + 1
         if calls in mib_at:
-            held["ballast"] = ballast(mib_at[calls])
+            held["ballast"] = MEMORY.ballast(mib_at[calls])
         return original(*args)
 
     step.train = train
@@ -179,7 +63,8 @@ def unseen_ballast(model, mib_at):
 
 
 def report(model, path, history=None, **extra):
-    np.savez(path, *model.get_weights())
+    with MEMORY.outside():
+        np.savez(path, *model.get_weights())
     run = getattr(history, "run", None)
     answer = {"run": None if run is None else run.to_json(), "ooms": None if run is None else run.ooms}
     if history is not None:
@@ -190,15 +75,14 @@ def report(model, path, history=None, **extra):
 
 def trained(path, callbacks=(), epochs=2, prepare=None, **guarded):
     """fit under guard, with everything recorded that every scenario promises."""
-    model, data, recorder = token_net(), Counting(sequences()), Recorder()
+    model, data, recorder = token_net(), Counting(sequences()), Recorder(MEMORY)
     if LIMIT:
         oomproof.guard(model, **guarded)
         if prepare:
             prepare(model)
-    baseline = memory()["current"]
     history = model.fit(data, epochs=epochs, verbose=2, shuffle=False, callbacks=[*callbacks, recorder])
     facts = {name: getattr(recorder, name) for name in ("current", "peaks", "iterations", "seen")}
-    report(model, path, history, pulls=data.pulls, baseline=baseline, **facts)
+    report(model, path, history, pulls=data.pulls, **facts)
 
 
 # The scenarios
@@ -213,7 +97,7 @@ def first_step(path):
 
 
 def ballast_seen(path):
-    trained(path, [Ballast(OPTIONS["ballast"], (0, 2), 2)], epochs=4)
+    trained(path, [Ballast(MEMORY, OPTIONS["ballast"], (0, 2), 2)], epochs=4)
 
 
 def ballast_unseen(path):
@@ -223,8 +107,9 @@ def ballast_unseen(path):
 def repeatedly(path):
     """Every epoch memory comes back and is taken away again, by another amount."""
     rng = np.random.default_rng(OPTIONS.get("seed", 0))
-    low, high = OPTIONS["between"]
-    model, data, epochs, recorder = token_net(), Counting(sequences()), OPTIONS["epochs"], Recorder()
+    model, data, epochs, recorder = token_net(), Counting(sequences()), OPTIONS["epochs"], Recorder(MEMORY)
+    # Where memory cannot be measured pieces never grow again, so each epoch has to leave less than the one before.
+    left = iter(OPTIONS.get("leave", ()))
     oomproof.guard(model)
     guard = vars(model)["_oomproof_guard"]
     step = guard._ready().step
@@ -232,7 +117,8 @@ def repeatedly(path):
 
     def train(*args):
         if not held:
-            held.extend(ballast(int(rng.integers(low, high))))
+            mib = rng.integers(*OPTIONS["between"]) if "between" in OPTIONS else MEMORY.free() // MIB - next(left)
+            held.append(MEMORY.ballast(int(mib)))
         return original(*args)
 
     class GiveBack(keras.callbacks.Callback):
@@ -244,6 +130,19 @@ def repeatedly(path):
     report(model, path, history, pulls=data.pulls, seen=recorder.seen, iterations=recorder.iterations)
 
 
+def anew(path):
+    """Every epoch is a run of its own, which knows nothing of the one before, so each runs out of memory again."""
+    model, data, recorder, losses, ooms = token_net(), Counting(sequences()), Recorder(MEMORY), [], []
+    for epoch in range(OPTIONS["epochs"]):
+        MEMORY.renew()
+        calls = {"initial_epoch": epoch, "epochs": epoch + 1, "verbose": 0, "shuffle": False, "callbacks": [recorder]}
+        history = oomproof.fit(model, data, **calls) if LIMIT else model.fit(data, **calls)
+        losses += history.history["loss"]
+        ooms.append(history.run.ooms if LIMIT else 0)
+    facts = {name: getattr(recorder, name) for name in ("current", "iterations", "seen")}
+    report(model, path, None, losses=losses, pulls=data.pulls, ooms=ooms, **facts)
+
+
 def validation(path):
     """Training batches of 16 fit; a validation batch of all samples does not."""
     model, (x, y) = token_net(), sequences()
@@ -251,7 +150,7 @@ def validation(path):
     if LIMIT:
         oomproof.guard(model)
     history = model.fit(data, epochs=1, verbose=2, shuffle=False, validation_data=held_out)
-    report(model, path, history, val_pulls=held_out.pulls, iterations=int(model.optimizer.iterations))
+    report(model, path, history, val_pulls=held_out.pulls, iterations=number(model.optimizer.iterations))
 
 
 def predict(path):
@@ -273,48 +172,57 @@ def commit(path):
     class Before(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             nonlocal before
-            before = state_of(self.model)
+            with MEMORY.outside():
+                before = state_of(self.model)
 
     try:
         history = model.fit(data, epochs=2, verbose=2, shuffle=False, callbacks=[Before()])
     except oomproof.RecoveryFailedError as caught:
         error = caught
     run = error.run if error else getattr(history, "run", None)
+    moved = []
+    if error:
+        with MEMORY.outside():
+            moved = changed(before, state_of(model))
     kinds = [[e.kind, e.before, e.after] for e in run.events] if run else []
     extra = {"error": str(error)} if error else {}
     report(
-        model, path, history, kinds=kinds, changed=changed(before, state_of(model)) if error else [],
-        iterations=int(model.optimizer.iterations), lean=bool(run and run.plan.lean_commit), pulls=data.pulls, **extra,
+        model, path, history, kinds=kinds, changed=moved,
+        iterations=number(model.optimizer.iterations), lean=bool(run and run.plan.lean_commit), pulls=data.pulls,
+        **extra,
     )  # fmt: skip
 
 
 def hopeless(path):
-    """From the second epoch on, not even one sample fits: a layer so wide that each takes megabytes."""
-    keras.utils.set_random_seed(1)
-    wide = keras.layers.Dense(4096, activation="relu")
-    model = keras.Sequential([keras.Input((64, 4)), wide, keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)])
-    model.compile("adam", "mse")
-    data = Counting(sequences(16), 8)
+    """From the second epoch on, not even one sample fits."""
+    model, data = wide_net(), Counting(sequences(16), 8)
     oomproof.guard(model)
     vault = {}
 
     class Squeeze(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 1:
-                vault["state"] = state_of(self.model)
-                vault["ballast"] = ballast((LIMIT * MIB - memory()["current"]) // MIB - 1)
+                with MEMORY.outside():
+                    vault["state"] = state_of(self.model)
+                vault["ballast"] = MEMORY.ballast(MEMORY.free() // MIB - 1)
 
     try:
         model.fit(data, epochs=3, verbose=2, shuffle=False, callbacks=[Squeeze()])
     except oomproof.RecoveryFailedError as error:
-        moved = changed(vault["state"], state_of(model))
+        with MEMORY.outside():
+            moved = changed(vault["state"], state_of(model))
+        # Memory is still as scarce as it was: a model that can be saved only afterwards may never be.
         model.save(path.replace(".npz", ".keras"))
+        vault.clear()
         again = keras.models.load_model(path.replace(".npz", ".keras"), compile=False)
         same = all(np.array_equal(a, b) for a, b in zip(again.get_weights(), model.get_weights(), strict=True))
+        steps = number(model.optimizer.iterations)
+        # And training goes on from here once there is room again.
+        model.fit(data, epochs=1, verbose=0, shuffle=False)
         report(
             model, path, None, message=str(error), cause=type(error.__cause__).__name__, moved=moved, saved=same,
             run_is_there=isinstance(error.run, Run), epochs=error.history.epoch, run_steps=error.run.steps,
-            kinds=[[e.kind, e.before, e.after] for e in error.run.events], iterations=int(model.optimizer.iterations),
+            kinds=[[e.kind, e.before, e.after] for e in error.run.events], iterations=steps,
         )  # fmt: skip
 
 
@@ -330,14 +238,18 @@ def transactional(path):
         error = caught
     guarded = changed(before, state_of(model))
     oomproof.unguard(model)
+    np.savez(path, *model.get_weights())
     model.reset_metrics()
     before, plain_error = state_of(model), None
     try:
         model.train_on_batch(x[:BATCH], y[:BATCH])
-    except tf.errors.ResourceExhaustedError as caught:
+    except Exception as caught:
         plain_error = type(caught).__name__
-    plain = changed(before, state_of(model))
-    report(model, path, None, guarded=guarded, plain=plain, error=str(error), plain_error=plain_error)
+    gone = lost(model)
+    plain = [] if gone else changed(before, state_of(model))
+    print(
+        json.dumps({"guarded": guarded, "plain": plain, "lost": gone, "error": str(error), "plain_error": plain_error})
+    )
 
 
 def budget(path):
@@ -366,15 +278,6 @@ def steps(path):
     report(model, path, None, slope=slope, grown=float(settled[-1] - settled[0]), steps=len(resident))
 
 
-def wait(path):
-    """What the allocator itself takes to say no."""
-    began = time.perf_counter()
-    try:
-        tf.zeros((LIMIT * MIB,))
-    except tf.errors.ResourceExhaustedError:
-        print(json.dumps({"seconds": time.perf_counter() - began}))
-
-
 class Keep(logging.Handler):
     def emit(self, record):
         LINES.append(record.getMessage())
@@ -382,4 +285,5 @@ class Keep(logging.Handler):
 
 if __name__ == "__main__":
     logging.getLogger("oomproof").addHandler(Keep())
+    MEMORY.start(warm_up)
     globals()[sys.argv[1]](sys.argv[3])

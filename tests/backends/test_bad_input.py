@@ -7,12 +7,13 @@ import logging
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
+from here import out_of_memory
 
 import oomproof
-from oomproof.backends.tensorflow.device import TensorFlowMemory
+from oomproof import backends
 from oomproof.records import Device, Run
 
+MEMORY = type(backends.current().memory())
 X, Y = np.ones((16, 3), "float32"), np.ones((16, 1), "float32")
 FROM_DATA = "raised while the next batch was read from the data"
 
@@ -28,7 +29,13 @@ def make_model(compiled=True):
 @pytest.fixture
 def device(monkeypatch):
     """A device of 1 GiB that can be measured, in words only: nothing here gets as far as to train on it."""
-    monkeypatch.setattr(TensorFlowMemory, "describe", lambda self: Device("GPU:0", 2**30, True))
+    monkeypatch.setattr(MEMORY, "describe", lambda self: Device("GPU:0", 2**30, True))
+
+
+@pytest.fixture
+def unmeasurable(monkeypatch):
+    """A device that says nothing about its memory, as a CPU mostly does."""
+    monkeypatch.setattr(MEMORY, "describe", lambda self: Device("CPU:0", None, False))
 
 
 REFUSED = [
@@ -106,12 +113,20 @@ def test_bad_batch_size_of_a_guarded_model(method, batch_size):
 
 
 def test_a_numpy_int_is_a_batch_size_as_in_keras():
-    history = oomproof.fit(make_model(), X, Y, batch_size=np.int64(4), verbose=0)
-    assert history.run.steps["train"] == 4
+    try:
+        make_model().fit(X, Y, batch_size=np.int64(4), verbose=0)
+    except ValueError as refused:  # By torch's loader of data.
+        with pytest.raises(type(refused), match="batch_size"):
+            oomproof.fit(make_model(), X, Y, batch_size=np.int64(4), verbose=0)
+    else:
+        history = oomproof.fit(make_model(), X, Y, batch_size=np.int64(4), verbose=0)
+        assert history.run.steps["train"] == 4
 
 
 def test_micro_size_above_the_batch_size_of_a_dataset():
     model = oomproof.guard(make_model(), micro_batch_size=9)
+    import tensorflow as tf
+
     with pytest.raises(ValueError, match="batch_size=8"):
         model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8, drop_remainder=True), verbose=0)
     assert int(model.optimizer.iterations) == 0
@@ -134,7 +149,7 @@ def test_not_a_model(thing):
     assert oomproof.unguard(thing) is thing
 
 
-def test_a_budget_on_a_device_that_cannot_be_measured():
+def test_a_budget_on_a_device_that_cannot_be_measured(unmeasurable):
     model = make_model()
     before = model.get_weights()
     with pytest.raises(oomproof.BackendError, match="cannot be held on CPU:0"):
@@ -142,7 +157,7 @@ def test_a_budget_on_a_device_that_cannot_be_measured():
     assert_untouched(model, before)
 
 
-def test_a_share_of_a_device_that_does_not_say_its_size():
+def test_a_share_of_a_device_that_does_not_say_its_size(unmeasurable):
     with pytest.raises(ValueError, match="share of the device's memory"):
         oomproof.guard(make_model(), budget="90%")
 
@@ -168,7 +183,7 @@ def failing(error):
     ids=lambda error: type(error).__name__,
 )
 def test_a_generator_that_raises(error):
-    """Through tf.data a Python error arrives as TensorFlow's, as it does in plain Keras, and is not tried again."""
+    """It arrives as in plain Keras, where TensorFlow puts errors of its own in its place, and is not tried again."""
     plain, guarded = make_model(), oomproof.guard(make_model(), micro_batch_size=2)
     with pytest.raises(Exception, match=str(error.args[-1])) as expected:
         plain.fit(failing(error), epochs=1, verbose=0)
@@ -178,105 +193,65 @@ def test_a_generator_that_raises(error):
     assert int(guarded.optimizer.iterations) == 3
 
 
-@pytest.mark.parametrize("memory", ["OOM when allocating tensor", "Too many open files"])
-def test_a_dataset_that_runs_out_of_something_is_not_a_failed_step(memory, caplog):
-    """Even a real shortage of memory while data is read is not answered by smaller pieces of the batch."""
-    pulls = []
+class Exhausted(keras.utils.PyDataset):
+    """Batches of which the second cannot be read."""
 
-    def batch(index):
-        pulls.append(int(index))
+    def __init__(self, error):
+        super().__init__()
+        self.error, self.pulls = error, []
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        self.pulls.append(index)
+        # The first is read once more, to learn the shapes.
         if index == 1:
-            raise tf.errors.ResourceExhaustedError(None, None, memory)
+            raise self.error
         return X[:8], Y[:8]
 
-    data = tf.data.Dataset.range(3).map(
-        lambda i: tf.py_function(batch, [i], (tf.float32, tf.float32)), num_parallel_calls=1
-    )
-    data = data.map(lambda x, y: (tf.ensure_shape(x, (8, 3)), tf.ensure_shape(y, (8, 1))))
+
+@pytest.mark.parametrize("text", [None, "Too many open files"])
+def test_data_that_runs_out_of_something_is_not_a_failed_step(text, caplog):
+    """Even a real shortage of memory while data is read is not answered by smaller pieces of the batch."""
+    data = Exhausted(out_of_memory(text))
     model = oomproof.guard(make_model(), micro_batch_size=2)
-    with pytest.raises(tf.errors.OpError, match=memory) as caught:
-        model.fit(data, verbose=0)
-    assert any(FROM_DATA in note for note in caught.value.__notes__)
-    assert int(model.optimizer.iterations) == 1
-    assert pulls.count(1) == 1
-    assert not caplog.records
+    with pytest.raises(Exception, match=text or "(?i)OOM|out of memory"):
+        model.fit(data, verbose=0, shuffle=False)
+    assert int(model.optimizer.iterations) <= 1
+    assert data.pulls.count(1) == 1
+    assert not [record for record in caplog.records if record.name == "oomproof"]
 
 
-def test_a_corrupt_element():
+def test_a_corrupt_element_of_a_dataset():
+    import tensorflow as tf
+
     data = (
         tf.data.Dataset.from_tensor_slices((X, Y))
         .batch(8)
         .map(lambda x, y: (tf.debugging.check_numerics(x / 0, "bad"), y))
     )
     model = oomproof.guard(make_model(), micro_batch_size=2)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="bad") as caught:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="bad"):
         model.fit(data, verbose=0)
-    assert any(FROM_DATA in note for note in caught.value.__notes__)
     assert int(model.optimizer.iterations) == 0
-
-
-# Which errors are about memory
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "where"),
-    [
-        ("ResourceExhausted", "OOM when allocating tensor with shape[9,9] on GPU:0 by allocator GPU_0_bfc", "step"),
-        ("ResourceExhausted", "Graph execution error:\n\nDetected at node a\nOOM when allocating tensor", "step"),
-        ("ResourceExhausted", "OOM when allocating tensor\n[[{{node oomproof_commit/adam/mul}}]]", "commit"),
-        ("ResourceExhausted", "Out of memory while trying to allocate 123456 bytes.", "step"),
-        ("ResourceExhausted", "Out of memory trying to allocate 123456 bytes", "step"),
-        ("ResourceExhausted", "failed to allocate memory", "step"),
-        ("ResourceExhausted", "Failed to allocate request for 2.00GiB (2147483648B) on device ordinal 0", "step"),
-        ("Internal", "Failed to allocate scratch space: CUDNN_STATUS_ALLOC_FAILED", "step"),
-        ("Internal", "cuDNN launch failure: CUDNN_STATUS_INTERNAL_ERROR", None),
-        ("Internal", "Blas xGEMM launch failed : CUBLAS_STATUS_ALLOC_FAILED", "step"),
-        ("Internal", "Failed to create cublas handle: CUBLAS_STATUS_NOT_INITIALIZED", "step"),
-        ("Internal", "failed to create cublas handle: the resource allocation failed", "step"),
-        ("Internal", "Dst tensor is not initialized.", "step"),
-        ("Internal", "CUDA_ERROR_OUT_OF_MEMORY: out of memory", "step"),
-        ("Unknown", "CUDNN_STATUS_ALLOC_FAILED in tensorflow/stream_executor", "step"),
-        ("ResourceExhausted", "/data/x.tfrecord; No space left on device", None),
-        ("ResourceExhausted", "/data/x.tfrecord; Too many open files", None),
-        ("ResourceExhausted", "Disk quota exceeded", None),
-        ("ResourceExhausted", "Received message larger than max (5 vs. 4)", None),
-        ("ResourceExhausted", "", None),
-        ("Internal", "no kernel image is available for execution on the device", None),
-        ("InvalidArgument", "OOM when allocating tensor", None),
-        ("OutOfRange", "End of sequence", None),
-    ],
-)  # fmt: skip
-def test_is_it_memory(kind, text, where):
-    error = getattr(tf.errors, f"{kind}Error")(None, None, text)
-    shortage = TensorFlowMemory().shortage(error)
-    assert (shortage and shortage.where) == where
-    if shortage:
-        assert shortage.error is error
-        assert error.__traceback__ is None
-
-
-@pytest.mark.parametrize("error", [MemoryError("host"), RuntimeError("OOM when allocating"), KeyboardInterrupt()])
-def test_python_errors_are_not_the_devices(error):
-    assert TensorFlowMemory().shortage(error) is None
-
-
-def test_what_xla_asked_for_is_read():
-    error = tf.errors.ResourceExhaustedError(None, None, "Out of memory while trying to allocate 123456 bytes.")
-    assert TensorFlowMemory().shortage(error).needed == 123456
 
 
 @pytest.mark.parametrize("text", ["No space left on device", "Too many open files"])
 def test_a_full_disk_in_a_step_is_raised_unchanged(text, monkeypatch):
     model = oomproof.guard(make_model())
     model.train_on_batch(X, Y)
-    error, calls = tf.errors.ResourceExhaustedError(None, None, text), []
+    # RuntimeError where the framework has no error of that name for anything but memory.
+    error, calls = out_of_memory(text), []
+    if type(error).__name__ == "OutOfMemoryError":
+        error = RuntimeError(text)
 
     def full(*args):
         calls.append(args)
         raise error
 
     monkeypatch.setattr(vars(model)["_oomproof_guard"]._driver.step, "train", full)
-    with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
+    with pytest.raises(type(error)) as caught:
         model.fit(X, Y, verbose=0)
     assert caught.value is error
     assert len(calls) == 1
@@ -295,7 +270,7 @@ def short_of_memory(monkeypatch):
 
     def limited(data, pieces, *rest):
         if pieces < 4:
-            raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+            raise out_of_memory()
         return train(data, pieces, *rest)
 
     monkeypatch.setattr(step, "train", limited)

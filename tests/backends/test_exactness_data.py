@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from here import modes, only
 from keras import layers
 from models import (
     BATCH,
@@ -31,9 +32,6 @@ from models import (
 import oomproof
 
 pytestmark = pytest.mark.usefixtures("float64")
-tensorflow_only = pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="tensors that only TensorFlow models take"
-)
 # Every size other than the one before it, and one smaller than a piece.
 BOUNDS = [(0, 12), (12, 19), (19, 20), (20, 29)]
 
@@ -56,7 +54,8 @@ class Batches(keras.utils.PyDataset):
 
 def dataset(*arrays):
     """A tf.data dataset of batches of several sizes."""
-    tf = pytest.importorskip("tensorflow")
+    import tensorflow as tf
+
     specs = tuple(tf.TensorSpec((None, *array.shape[1:]), array.dtype) for array in arrays)
     return tf.data.Dataset.from_generator(lambda: iter(batches(*arrays)), output_signature=specs)
 
@@ -79,7 +78,7 @@ def test_batches_of_several_sizes(source):
 
 @pytest.mark.parametrize("drop", [False, True])
 def test_tf_data_batched(drop):
-    tf = pytest.importorskip("tensorflow")
+    import tensorflow as tf
 
     def run(guard, mode):
         data = tf.data.Dataset.from_tensor_slices((numbers(), classes())).batch(BATCH, drop_remainder=drop).prefetch(1)
@@ -88,7 +87,7 @@ def test_tf_data_batched(drop):
     check_same(run(None, "graph"), run({"micro_batch_size": 5}, "graph"))
 
 
-@tensorflow_only
+@only("tensorflow", because="ragged tensors as inputs")
 def test_ragged_inputs():
     import tensorflow as tf
 
@@ -110,7 +109,7 @@ def test_ragged_inputs():
     check_same(run(None, "eager"), run({"micro_batch_size": 4}, "graph"))
 
 
-@tensorflow_only
+@only("tensorflow", "jax", because="sparse tensors as inputs")
 def test_sparse_inputs():
     import tensorflow as tf
 
@@ -156,7 +155,9 @@ def test_single_precision_data_and_integer_targets():
     check_exact(regressor, numbers().astype("float32"), np.arange(SAMPLES * 2).reshape(SAMPLES, 2) % 5)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(
+    "steps", [1, pytest.param(3, marks=only("tensorflow", "jax", because="`steps_per_execution` above 1"))]
+)
 def test_steps_per_execution(steps):
     expected, received = check_exact(
         lambda: classifier(steps_per_execution=steps, metrics=["accuracy"]),
@@ -179,7 +180,7 @@ def test_steps_per_epoch_and_initial_epoch():
     check_same(run(None, "eager"), run({"micro_batch_size": 3}, "graph"))
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("mode", modes("graph", "eager"))
 def test_on_batch_methods(mode):
     def run(guarded):
         model = made(lambda: classifier(metrics=["accuracy"]), mode)

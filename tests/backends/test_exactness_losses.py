@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from here import only
 from keras import layers, ops
 from models import (
     CLASSES,
@@ -23,7 +24,10 @@ from models import (
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-REDUCTIONS = ["sum", "sum_over_batch_size", "mean", "mean_with_sample_weight", "none", None]
+REDUCTIONS = [
+    *("sum", "sum_over_batch_size", "mean", "mean_with_sample_weight"),
+    *(pytest.param(none, marks=only("tensorflow", because='`reduction="none"`')) for none in ("none", None)),
+]
 PLAIN_FUNCTIONS = {
     "scalar": lambda y_true, y_pred: ops.mean(ops.square(y_true - y_pred)) + ops.max(y_pred),
     "per sample": lambda y_true, y_pred: ops.mean(ops.abs(y_true - y_pred), axis=-1),

@@ -1,8 +1,9 @@
-"""Graph, eager and compiled (XLA) steps; whole batches, bit for bit."""
+"""Graph, eager and compiled steps (here.py says what that is on each backend); whole batches, bit for bit."""
 
 import keras
 import numpy as np
 import pytest
+from here import SLOW_COMPILES, USUAL, modes
 from keras import layers, ops, optimizers
 from models import (
     CLASSES,
@@ -48,15 +49,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("mode", ["eager", "xla"])
+def in_modes():
+    """Every case in every mode but the usual one; where a compile takes half a minute, one for each kind of step."""
+    slow = {"sparse", "regularised"} if SLOW_COMPILES else set()
+    for mode in dict.fromkeys(["eager", *modes("xla", "uncompiled")]):
+        if mode != USUAL:
+            yield from ((case, mode) for case in CASES if mode != "xla" or case not in slow)
+
+
+@pytest.mark.parametrize(("case", "mode"), in_modes())
 def test_modes(case, mode):
     build, data = CASES[case]
     check_exact(build, *data(), mode=mode, micro=4, tolerance=1e-8)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("mode", modes("graph", "eager"))
 def test_whole_batches_are_bitwise_the_same(case, mode):
     build, data = CASES[case]
     expected, received = (train(build, *data(), mode=mode, guard=guard) for guard in (None, {}))
@@ -87,7 +95,13 @@ def two_outputs(loss="mse"):
     return compiled(model, {"a": loss, "b": "mae"}, loss_weights={"a": 0.5, "b": 2.0})
 
 
-@pytest.mark.parametrize(("mode", "loss"), [("graph", "mse"), ("eager", "mse"), ("xla", "mse"), ("xla", scalar)])
+COMPILED = "graph" if SLOW_COMPILES else "xla"
+HISTORIES = dict.fromkeys(
+    (*modes(mode), loss) for mode, loss in [("graph", "mse"), ("eager", "mse"), (COMPILED, "mse"), (COMPILED, scalar)]
+)
+
+
+@pytest.mark.parametrize(("mode", "loss"), HISTORIES)
 def test_history_of_several_outputs(mode, loss):
     """Keras weights these by the batch size where that is known while tracing, so each mode is its own reference."""
     targets = {"a": numbers(width=2, seed=1), "b": numbers(width=1, seed=2)}

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from here import modes, only
 from keras import layers, optimizers
 from models import CLASSES, STEPS, WORDS, check_exact, classes, classifier, compiled, numbers, train, words
 
@@ -42,7 +43,7 @@ def test_every_optimizer_with_dense_and_sparse_gradients(name):
     if kind is None:
         pytest.skip(f"this Keras has no {name}")
     # Rounding of one part in 1e16 is divided by the root of squared gradients: only that much looser.
-    check_exact(lambda: embedded(kind(0.05, **BUILT_IN[name])), words(), classes(), tolerance=1e-7)
+    check_exact(lambda: embedded(kind(0.05, **BUILT_IN[name])), words(), classes(), mode="graph", tolerance=1e-7)
 
 
 OPTIONS = {
@@ -60,19 +61,24 @@ OPTIONS = {
 
 def test_average_overwrites_weights_in_a_graph_too():
     options = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
-    check_exact(lambda: classifier(optimizer=optimizers.SGD(0.5, **options)), numbers(), classes())
+    check_exact(lambda: classifier(optimizer=optimizers.SGD(0.5, **options)), numbers(), classes(), mode="graph")
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(
-    "build", [embedded, lambda optimizer: classifier(optimizer=optimizer)], ids=["sparse", "dense"]
-)
-def test_options(options, build):
-    data = words() if build is embedded else numbers()
-    if build is embedded and "loss_scale_factor" in options:
-        pytest.skip("Keras cannot divide a sparse gradient by a loss scale")
-    mode = "graph" if build is embedded else "eager"
-    check_exact(lambda: build(optimizers.SGD(0.5, momentum=0.9, **options)), data, classes(), mode=mode)
+def cases():
+    """Every option with a gradient that is dense, and with one that is sparse where the backend has those."""
+    for name, options in OPTIONS.items():
+        yield pytest.param(options, False, id=f"dense-{name}")
+        scaled = only("jax", "torch", because="a loss scale for sparse gradients")
+        yield pytest.param(options, True, id=f"sparse-{name}", marks=[scaled] if name == "loss scale" else [])
+
+
+@pytest.mark.parametrize(("options", "sparse"), cases())
+def test_options(options, sparse):
+    def build():
+        optimizer = optimizers.SGD(0.5, momentum=0.9, **options)
+        return embedded(optimizer) if sparse else classifier(optimizer=optimizer)
+
+    check_exact(build, words() if sparse else numbers(), classes(), mode="graph" if sparse else "eager")
 
 
 def test_schedule_counts_batches():
@@ -129,7 +135,7 @@ def half(inner=None, **options):
     return compiled(model, "mse", optimizer=scaled)
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("mode", modes("graph", "eager"))
 def test_mixed_precision(mode):
     check_exact(
         lambda: half(optimizers.Adam(0.05), dynamic_growth_steps=2),
@@ -140,7 +146,7 @@ def test_mixed_precision(mode):
     )
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("mode", modes("graph", "eager"))
 def test_one_bad_sample_skips_the_whole_step(mode):
     targets = numbers(width=1, seed=1)
     targets[14] = np.inf

@@ -1,7 +1,7 @@
-"""Real out-of-memory errors on TensorFlow's real allocator, each scenario in a process of its own.
+"""Real out-of-memory errors of the real framework, each scenario in a process of its own, under a limit that is real.
 
-Every failed request waits ten seconds, idle, so all processes are started at once and run a few at a time. What they
-must agree with is computed by plain Keras, without a limit, in another process.
+How memory is limited on each backend is in oom_memory.py. What the processes must agree with is computed by plain
+Keras, without a limit, in another process. All of them are started at once and run a few at a time.
 """
 
 from __future__ import annotations
@@ -14,50 +14,97 @@ import subprocess
 import sys
 
 import numpy as np
+import oom_memory
 import pytest
+from here import BACKEND, only
 
 CHILD = pathlib.Path(__file__).with_name("oom_child.py")
-AT_ONCE = 5
+# A failed request of TensorFlow's allocator waits ten seconds, idle. The others compute all the time.
+AT_ONCE = 5 if BACKEND == "tensorflow" else 2
 MIB = 2**20
 STEPS, BATCH = 4, 128
+MEASURED = BACKEND == "tensorflow"  # On a CPU the others do not know how much memory is left: pieces do not grow again.
 
-# name: (scenario, limit in MB, options). A whole batch of the test model needs 27 MiB.
-SCENARIOS = {
+pytestmark = pytest.mark.skipif(
+    not oom_memory.is_possible(BACKEND), reason="a limit on the memory of a process takes Linux with glibc"
+)
+
+# name: (scenario, limit in MiB, options)
+REFERENCES = {
     "reference": ("reference", 0, {"epochs": 2}),
     "reference of 4 epochs": ("reference", 0, {"epochs": 4}),
     "reference validation": ("validation", 0, {}),
     "reference predict": ("predict", 0, {}),
     "reference commit": ("commit", 0, {}),
-    "first step": ("first_step", 12, {}),
-    "ballast seen": ("ballast_seen", 40, {"ballast": 26}),
-    "ballast unseen": ("ballast_unseen", 40, {"ballast": 26}),
-    "repeatedly": ("repeatedly", 40, {"epochs": 4, "between": [20, 30]}),
-    "validation": ("validation", 16, {}),
-    "predict": ("predict", 14, {}),
-    "commit": ("commit", 52, {}),
-    "commit fails": ("commit", 40, {}),
-    "commit fails with nothing free": ("commit", 30, {}),
-    "hopeless": ("hopeless", 60, {}),
-    "transactional": ("transactional", 12, {}),
-    "budget": ("budget", 100, {"budget": "12MB"}),
-    "tight budget": ("budget", 100, {"budget": "5MB"}),
-    "whole steps": ("steps", 100, {"steps": 2000}),
-    "split steps": ("steps", 0, {"steps": 2000, "guard": {"micro_batch_size": 8}}),
 }
+SCENARIOS = {
+    # A whole batch of the test model needs 27 MiB.
+    "tensorflow": {
+        "first step": ("first_step", 12, {}),
+        "ballast seen": ("ballast_seen", 40, {"ballast": 26}),
+        "ballast unseen": ("ballast_unseen", 40, {"ballast": 26}),
+        "repeatedly": ("repeatedly", 40, {"epochs": 4, "between": [20, 30]}),
+        "validation": ("validation", 16, {}),
+        "predict": ("predict", 14, {}),
+        "commit": ("commit", 52, {}),
+        "commit fails": ("commit", 40, {}),
+        "commit fails with nothing free": ("commit", 30, {}),
+        "hopeless": ("hopeless", 60, {}),
+        "transactional": ("transactional", 12, {}),
+        "budget": ("budget", 100, {"budget": "12MB"}),
+        "tight budget": ("budget", 100, {"budget": "5MB"}),
+        "whole steps": ("steps", 100, {"steps": 2000}),
+        "split steps": ("steps", 0, {"steps": 2000, "guard": {"micro_batch_size": 8}}),
+    },
+    # 42 MiB in one block, which may be there for a moment after the step that used it.
+    "jax": {
+        "first step": ("first_step", 20, {}),
+        "ballast seen": ("ballast_seen", 100, {"ballast": 70}),
+        "ballast unseen": ("ballast_unseen", 100, {"ballast": 70}),
+        "repeatedly": ("repeatedly", 120, {"epochs": 4, "leave": [28, 12, 6, 3]}),
+        "validation": ("validation", 24, {}),
+        "predict": ("predict", 24, {}),
+        "commit": ("commit", 60, {}),
+        "commit fails": ("commit", 38, {}),
+        "hopeless": ("hopeless", 60, {}),
+        "transactional": ("transactional", 6, {}),
+        "budget": ("budget", 100, {"budget": "12MB"}),
+        "whole steps": ("steps", 0, {"steps": 2000}),
+        "split steps": ("steps", 0, {"steps": 2000, "guard": {"micro_batch_size": 8}}),
+    },
+    # 15 MiB in many blocks.
+    "torch": {
+        "first step": ("first_step", 12, {}),
+        "ballast seen": ("ballast_seen", 30, {"ballast": 20}),
+        "ballast unseen": ("ballast_unseen", 30, {"ballast": 20}),
+        "repeatedly": ("repeatedly", 40, {"epochs": 4, "leave": [12, 6, 2, 1]}),
+        "validation": ("validation", 16, {}),
+        "predict": ("predict", 8, {}),
+        "commit": ("commit", 66, {}),
+        "commit fails": ("commit", 56, {}),
+        "hopeless": ("hopeless", 60, {}),
+        "transactional": ("transactional", 12, {}),
+        "whole steps": ("steps", 0, {"steps": 2000}),
+        "split steps": ("steps", 0, {"steps": 2000, "guard": {"micro_batch_size": 8}}),
+    },
+}[BACKEND] | REFERENCES
 # The longest first, so that none of them runs alone at the end.
-ORDER = sorted(SCENARIOS, key=lambda name: name not in ("repeatedly", "commit fails", "hopeless", "first step"))
+LONG = ("repeatedly", "commit fails", "hopeless", "first step", "whole steps", "split steps")
+ORDER = sorted(SCENARIOS, key=lambda name: name not in LONG)
 
 
-def run_child(scenario, limit, options, path, timeout=240):
+def run_child(scenario, limit, options, path, timeout=400):
     command = [sys.executable, str(CHILD), scenario, str(limit), str(path), json.dumps(options)]
     env = {
         **os.environ,
+        **oom_memory.environment(BACKEND, limit),
+        "KERAS_BACKEND": BACKEND,
         "PYTHONPATH": os.pathsep.join([str(CHILD.parents[2] / "src"), os.environ.get("PYTHONPATH", "")]),
     }
     child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
     lines = child.stdout.strip().splitlines()
     if child.returncode or not lines:
-        raise AssertionError(f"{scenario} under {limit} MB ended with {child.returncode}:\n{child.stderr[-4000:]}")
+        raise AssertionError(f"{scenario} under {limit} MiB ended with {child.returncode}:\n{child.stderr[-4000:]}")
     answer = json.loads(lines[-1])
     answer["weights"] = list(np.load(path).values()) if path.exists() else []
     return answer
@@ -81,6 +128,11 @@ def assert_same_weights(found, expected, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+def these(*names):
+    """Those that this backend has."""
+    return [name for name in names if name in SCENARIOS]
+
+
 TRAINED = {
     "first step": "reference",
     "ballast seen": "reference of 4 epochs",
@@ -91,56 +143,71 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize(("name", "reference"), TRAINED.items())
-def test_the_training_is_the_one_that_was_asked_for(answers, name, reference):
-    found, expected = answers(name), answers(reference)
+@pytest.mark.parametrize("name", these(*TRAINED))
+def test_the_training_is_the_one_that_was_asked_for(answers, name):
+    found, expected = answers(name), answers(TRAINED[name])
     assert_same_weights(found, expected)
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "reference"), TRAINED.items())
-def test_every_sample_is_used_exactly_once_an_epoch_and_in_order(answers, name, reference):
-    found, expected = answers(name), answers(reference)
+@pytest.mark.parametrize("name", these(*TRAINED))
+def test_every_sample_is_used_exactly_once_an_epoch_and_in_order(answers, name):
+    found, expected = answers(name), answers(TRAINED[name])
     assert found["pulls"] == expected["pulls"]
     assert found["seen"] == expected["seen"] == [[1.0, 1.0]] * len(found["losses"])
     assert found["iterations"] == list(range(1, STEPS * len(found["losses"]) + 1))
     assert found["run"]["steps"]["train"] == len(found["iterations"])
 
 
-@pytest.mark.parametrize("name", ["first step", "ballast unseen", "budget"])
+@pytest.mark.parametrize("name", these("first step", "ballast unseen", "budget"))
 def test_memory_in_use_returns_to_where_it_was(answers, name):
     """Apart from what the batches ahead in the queue hold, and ballast while it is there."""
-    found = answers(name)
+    use = answers(name)["current"]
+    if not MEASURED:
+        # A whole process: programs are compiled meanwhile, and JAX frees what a step used a moment after its end.
+        assert min(use[-STEPS:]) < max(use[:2]) + 8 * MIB
+        return
     ballast = SCENARIOS[name][2].get("ballast", 0) * MIB
-    before, after = found["current"][:2], found["current"][-3:]
-    assert max(after) < max(before) + MIB
-    assert max(found["current"]) < max(before) + ballast + 2 * MIB
+    assert max(use[-3:]) < max(use[:2]) + MIB
+    assert max(use) < max(use[:2]) + ballast + 2 * MIB
 
 
 def test_out_of_memory_on_the_first_step(answers):
-    run = answers("first step")["run"]
-    (event,) = run["events"]
-    assert (event["kind"], event["step"], event["before"]) == ("oom", 0, BATCH)
-    assert event["after"] >= 32
-    assert event["seconds"] >= 10
-    assert run["peak"] <= 12 * MIB
-    assert answers("first step")["lines"] == [event["message"]]
+    found = answers("first step")
+    run, events = found["run"], found["run"]["events"]
+    assert {event["kind"] for event in events} == {"oom"}
+    assert found["lines"] == [event["message"] for event in events]
+    if MEASURED:
+        # Depending on what the data's threads hold, a size that was tried to see what fits may fail, too.
+        assert len(events) <= 2
+        (event,) = [event for event in events if event["before"] == BATCH]
+        assert event["step"] == 0
+        assert event["after"] >= 32
+        assert event["seconds"] >= 10
+        assert run["peak"] <= 12 * MIB
+    else:
+        assert events[0]["step"] == 0
+        assert len(events) <= 3
+        assert [event["after"] for event in events] == [BATCH // 2, BATCH // 4, BATCH // 8][: len(events)]
 
 
-def test_memory_that_is_seen_to_be_scarce_costs_no_failure(answers):
+def test_memory_that_is_seen_to_be_scarce_costs_no_failure_where_it_can_be_seen(answers):
     events = answers("ballast seen")["run"]["events"]
-    assert (events[0]["kind"], events[0]["epoch"], events[0]["step"]) == ("shrink", 0, 2)
-    assert answers("ballast seen")["ooms"] <= 1
-    assert (events[-1]["kind"], events[-1]["after"]) == ("grow", BATCH)
-    assert events[-1]["epoch"] >= 2
+    assert (events[0]["epoch"], events[0]["step"]) == (0, 2)
+    assert events[0]["kind"] == ("shrink" if MEASURED else "oom")
+    if MEASURED:
+        assert answers("ballast seen")["ooms"] <= 1
+        assert (events[-1]["kind"], events[-1]["after"]) == ("grow", BATCH)
+        assert events[-1]["epoch"] >= 2
 
 
 def test_memory_that_vanishes_in_the_middle_of_an_epoch(answers):
     events = answers("ballast unseen")["run"]["events"]
     assert (events[0]["kind"], events[0]["epoch"], events[0]["step"]) == ("oom", 0, 2)
-    assert answers("ballast unseen")["ooms"] <= 2
-    assert (events[-1]["kind"], events[-1]["after"]) == ("grow", BATCH)
-    assert events[-1]["epoch"] >= 2
+    assert answers("ballast unseen")["ooms"] <= (2 if MEASURED else 4)
+    if MEASURED:
+        assert (events[-1]["kind"], events[-1]["after"]) == ("grow", BATCH)
+        assert events[-1]["epoch"] >= 2
 
 
 def test_out_of_memory_again_and_again(answers):
@@ -154,7 +221,7 @@ def test_out_of_memory_again_and_again(answers):
 def test_out_of_memory_in_validation_only(answers):
     found, expected = answers("validation"), answers("reference validation")
     assert {(e["phase"], e["kind"]) for e in found["run"]["events"]} == {("test", "oom")}
-    assert found["ooms"] <= 2
+    assert found["ooms"] <= (2 if MEASURED else 5)
     assert found["val_pulls"] == expected["val_pulls"]
     assert found["iterations"] == 32
     np.testing.assert_allclose(found["val_losses"], expected["val_losses"], rtol=1e-5)
@@ -163,12 +230,13 @@ def test_out_of_memory_in_validation_only(answers):
 
 def test_out_of_memory_in_predict_only(answers):
     found, expected = answers("predict"), answers("reference predict")
-    assert 1 <= len(found["lines"]) <= 2
+    assert 1 <= len(found["lines"]) <= (2 if MEASURED else 5)
     assert all("predict batch 512 now runs as" in line for line in found["lines"])
     assert found["shape"] == [512, 512]
     assert_same_weights(found, expected, 1e-5)
 
 
+@only("tensorflow", because="an update that is only possible in place, on a CPU")
 def test_an_update_that_does_not_fit_is_applied_leanly(answers):
     found, expected = answers("commit"), answers("reference commit")
     assert found["kinds"] == [["commit-oom", 64, 64]]
@@ -180,10 +248,27 @@ def test_an_update_that_does_not_fit_is_applied_leanly(answers):
     assert_same_weights(found, expected, 2e-5)
 
 
-@pytest.mark.parametrize("name", ["commit fails", "commit fails with nothing free"])
-def test_an_update_that_does_not_fit_at_all_is_undone_and_never_answered_with_smaller_pieces(answers, name):
+@pytest.mark.skipif(MEASURED, reason="where the copy on the host has memory of its own, the update is applied leanly")
+def test_an_update_that_hardly_fits_is_either_made_or_undone(answers):
+    """The copy that an update in place needs lies in the same memory here, so it may or may not be possible."""
+    found, expected = answers("commit"), answers("reference commit")
+    assert {kind for kind, _, _ in found["kinds"]} <= {"commit-oom", "oom"}
+    if "error" in found:
+        assert found["changed"] == []
+        assert "optimizer's update does not fit" in found["error"]
+    else:
+        assert found["iterations"] == 8
+        assert_same_weights(found, expected, 2e-5)
+
+
+@pytest.mark.parametrize("name", these("commit fails", "commit fails with nothing free"))
+def test_an_update_that_does_not_fit_at_all_is_undone_and_not_answered_with_smaller_pieces_alone(answers, name):
     found = answers(name)
-    assert found["kinds"] == [["commit-oom", 64, 64], ["oom", 64, None]]
+    if BACKEND == "jax":
+        # One program computes all of a step, and its error does not say which part ran out: pieces are tried first.
+        assert found["kinds"][-2:] == [["commit-oom", 1, 1], ["oom", 1, None]]
+    else:
+        assert found["kinds"] == [["commit-oom", 64, 64], ["oom", 64, None]]
     assert found["changed"] == []
     assert found["iterations"] == 0
     assert "optimizer's update does not fit" in found["error"]
@@ -193,7 +278,8 @@ def test_not_even_one_sample_fits(answers):
     found = answers("hopeless")
     assert found["message"].startswith("A piece of 1 of 8 samples does not fit on CPU:0")
     assert "Resident: weights" in found["message"]
-    assert found["cause"] == "ResourceExhaustedError"
+    errors = {"tensorflow": "ResourceExhaustedError", "jax": "JaxRuntimeError", "torch": "RuntimeError"}
+    assert found["cause"] == errors[BACKEND]
     assert found["moved"] == []
     assert found["saved"]
     assert found["run_is_there"]
@@ -207,7 +293,11 @@ def test_a_failed_step_has_changed_nothing_where_plain_keras_has(answers):
     assert found["guarded"] == []
     assert "BatchNormalization" in found["error"]
     # What the same failure does without us: the reason why a step has two phases.
-    assert found["plain_error"] == "ResourceExhaustedError"
+    if BACKEND == "jax":
+        # The error is not even raised by the step. Weights were given away to the program that failed.
+        assert any("kernel" in name for name in found["lost"])
+        return
+    assert found["plain_error"] == {"tensorflow": "ResourceExhaustedError", "torch": "RuntimeError"}[BACKEND]
     assert any("iteration" in name or "moving" in name for name in found["plain"])
 
 
@@ -215,14 +305,16 @@ def test_a_failed_step_has_changed_nothing_where_plain_keras_has(answers):
 TOO_TIGHT = pytest.mark.xfail(reason="was exceeded by up to 13 %", strict=False)
 
 
-@pytest.mark.parametrize("name", ["budget", pytest.param("tight budget", marks=TOO_TIGHT)])
+@only("tensorflow", "jax", because="a budget on a CPU")
+@pytest.mark.parametrize("name", [*these("budget"), *(pytest.param(n, marks=TOO_TIGHT) for n in these("tight budget"))])
 def test_no_step_goes_over_the_budget(answers, name):
     found = answers(name)
     budget = found["run"]["budget"]
-    assert max(found["peaks"]) <= budget
     assert found["run"]["peak"] <= budget
-    # And it is used: much smaller pieces than needed would be slow.
-    assert max(found["peaks"]) >= 0.6 * budget
+    if MEASURED:
+        assert max(found["peaks"]) <= budget
+        # And it is used: much smaller pieces than needed would be slow.
+        assert max(found["peaks"]) >= 0.6 * budget
     assert found["ooms"] == 0
     # What other threads hold varies a little: it may have to shrink once more, never to fail.
     kinds = [event["kind"] for event in found["run"]["events"]]

@@ -32,3 +32,15 @@ def samples_in(data: Any) -> int:
             f"Received shapes: {[tuple(leaf.shape) for leaf in leaves]}"
         )
     return int(sizes.pop())
+
+
+def batch_size_of(x: Any) -> int | None:
+    """The batch size `fit` will use for this data when none is given, or `None` when it is not known yet."""
+    if hasattr(x, "element_spec"):  # A tf.data dataset, which Keras takes on every backend.
+        leaf = next(iter(tree.flatten(x.element_spec)), None)
+        return leaf.shape[0] if leaf is not None and leaf.shape.rank else None
+    if hasattr(x, "batch_sampler"):  # A torch DataLoader, likewise.
+        return None if x.batch_size is None else int(x.batch_size)
+    if all(hasattr(leaf, "shape") for leaf in tree.flatten(x)) and not hasattr(x, "__next__"):
+        return 32  # What Keras takes for arrays.
+    return None

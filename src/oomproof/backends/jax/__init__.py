@@ -19,7 +19,7 @@ from keras import tree
 from oomproof._version import __version__
 from oomproof.backends.base import RunBatch
 from oomproof.backends.common.model import check_has_no_own_step, overrides
-from oomproof.backends.common.seam import pulled, samples_in
+from oomproof.backends.common.seam import batch_size_of, pulled, samples_in
 from oomproof.backends.jax.device import JaxMemory
 from oomproof.backends.jax.engine import JaxEngine, tracing
 from oomproof.backends.jax.gradients import full_batch_gradients
@@ -66,11 +66,7 @@ class JaxBackend:
                 object.__setattr__(model, function, None)
         vars(model).pop("jax_state_sync", None)
 
-    def batch_size_of(self, x: Any) -> int | None:
-        if all(hasattr(leaf, "shape") for leaf in tree.flatten(x)) and not hasattr(x, "__next__"):
-            return 32  # What Keras takes for arrays.
-        return None
-
+    batch_size_of = staticmethod(batch_size_of)
     samples_in = staticmethod(samples_in)
 
     def as_batch(self, x: Any, y: Any, sample_weight: Any) -> Any:

@@ -18,7 +18,7 @@ from keras import tree
 from oomproof._version import __version__
 from oomproof.backends.base import RunBatch
 from oomproof.backends.common.model import check_has_no_own_step, overrides
-from oomproof.backends.common.seam import pulled, samples_in
+from oomproof.backends.common.seam import batch_size_of, pulled, samples_in
 from oomproof.backends.tensorflow.device import TensorFlowMemory
 from oomproof.backends.tensorflow.engine import as_tensors
 from oomproof.backends.tensorflow.gradients import full_batch_gradients
@@ -74,14 +74,7 @@ class TensorFlowBackend:
             if isinstance(getattr(model, function, None), functools.partial):
                 object.__setattr__(model, function, None)
 
-    def batch_size_of(self, x: Any) -> int | None:
-        if isinstance(x, tf.data.Dataset):
-            leaf = next(iter(tree.flatten(x.element_spec)), None)
-            return leaf.shape[0] if leaf is not None and leaf.shape.rank else None
-        if all(hasattr(leaf, "shape") for leaf in tree.flatten(x)) and not hasattr(x, "__next__"):
-            return 32  # What Keras takes for arrays.
-        return None
-
+    batch_size_of = staticmethod(batch_size_of)
     samples_in = staticmethod(samples_in)
 
     def as_batch(self, x: Any, y: Any, sample_weight: Any) -> Any:
