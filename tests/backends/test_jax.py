@@ -1,0 +1,124 @@
+"""What only JAX has: arrays on several devices, programs kept on disk, steps that fail after they were believed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from here import only, out_of_memory
+from models import check_same, classes, classifier, numbers, train
+
+SHARDED = """
+import json
+import keras
+import numpy as np
+import oomproof
+
+keras.distribution.set_distribution(keras.distribution.DataParallel())
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(32, 8)).astype("float32"), rng.integers(0, 3, 32)
+
+
+def trained(**guard):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(3)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    if guard:
+        oomproof.guard(model, **guard)
+    history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0, validation_data=(x, y))
+    model.predict(x, batch_size=16, verbose=0)
+    return model, history.history
+
+
+plain, expected = trained()
+answer = {"devices": len(plain.weights[0].value.devices())}
+for name, guard in {"whole": {"verbose": 0}, "pieces": {"micro_batch_size": 4}}.items():
+    model, history = trained(**guard)
+    pairs = zip(plain.get_weights(), model.get_weights(), strict=True)
+    answer[name] = max(float(np.max(np.abs(a - b))) for a, b in pairs)
+    answer[name + " history"] = max(
+        float(np.max(np.abs(np.subtract(expected[key], history[key])))) for key in expected
+    )
+    answer[name + " devices"] = len(model.weights[0].value.devices())
+print("ANSWER" + json.dumps(answer))
+"""
+
+
+def run(code, **environment):
+    known = os.environ | {"KERAS_BACKEND": "jax"} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=known, capture_output=True, text=True, timeout=300, check=False
+    )
+    line = next((line for line in done.stdout.splitlines() if line.startswith("ANSWER")), None)
+    assert line is not None, done.stderr[-3000:]
+    return json.loads(line.removeprefix("ANSWER"))
+
+
+@only("jax", because="arrays on several devices (`keras.distribution`)")
+def test_arrays_on_two_devices():
+    answer = run(SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert answer["devices"] == answer["whole devices"] == answer["pieces devices"] == 2
+    for name in ("whole", "whole history", "pieces", "pieces history"):
+        assert answer[name] < 1e-5, answer
+
+
+KEPT = """
+import json
+import jax
+import keras
+import numpy as np
+import oomproof
+
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+events = []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+keras.utils.set_random_seed(0)
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+model.compile("sgd", "mse")
+oomproof.guard(model, micro_batch_size=4)
+model.fit(np.ones((16, 8), "float32"), np.ones((16, 3), "float32"), batch_size=16, verbose=0)
+print("ANSWER" + json.dumps({"hits": sum("cache_hits" in event for event in events)}))
+"""
+
+
+@only("jax", because="compiled programs kept on disk (`OOMPROOF_CACHE_DIR`)")
+def test_programs_are_read_from_disk_in_a_second_run(tmp_path):
+    first, second = (run(KEPT, OOMPROOF_CACHE_DIR=str(tmp_path)) for _ in range(2))
+    assert second["hits"] > first["hits"]
+    assert any((tmp_path / "jax").iterdir())
+
+
+@only("jax", because="steps that fail after they were believed")
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("late", [{1}, {2}, {3, 4}, {5}, {9}], ids=str)
+def test_steps_that_fail_late_are_undone_and_repeated(late, monkeypatch):
+    from oomproof.backends.jax.flights import Flight
+
+    original, landed = Flight.land, []
+
+    def land(flight):
+        landed.append(flight)
+        if len(landed) in late:
+            raise out_of_memory()
+        return original(flight)
+
+    expected = train(lambda: classifier(metrics=["accuracy"]), numbers(), classes(), epochs=5)
+    monkeypatch.setattr(Flight, "land", land)
+    received = train(lambda: classifier(metrics=["accuracy"]), numbers(), classes(), epochs=5, guard={})
+    assert len(landed) > max(late)
+    check_same(expected, received)
+
+
+@only("jax", because="steps that fail after they were believed")
+def test_an_error_of_another_kind_that_comes_late_leaves_the_model_readable(monkeypatch):
+    from oomproof.backends.jax.flights import Flight
+
+    def land(flight):
+        raise ValueError("something else")
+
+    monkeypatch.setattr(Flight, "land", land)
+    models = []
+    with pytest.raises(ValueError, match="something else"):
+        train(lambda: models.append(classifier()) or models[0], numbers(), classes(), epochs=3, guard={})
+    assert len(models[0].get_weights()) == 4
