@@ -95,8 +95,8 @@ class Driver:
         if settings.budget is not None and not self._device.measurable:
             raise BackendError(
                 f"A budget of {format_bytes(settings.budget)} cannot be held on {self._device.name}: its allocator "
-                "does not say how much memory is in use. Train on a GPU, give the CPU a limited allocator with "
-                "TF_CPU_ALLOCATOR_USE_BFC=true before TensorFlow is imported, or use `micro_batch_size` instead."
+                f"does not say how much memory is in use. Train on a GPU, {memory.advice}or use `micro_batch_size` "
+                "instead."
             )
 
     # A run, from the begin of fit, evaluate or predict to its end

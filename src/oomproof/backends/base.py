@@ -41,6 +41,9 @@ class Shortage:
 class DeviceMemory(Protocol):
     """The memory of the device the model trains on."""
 
+    # What else a user can do to have memory measured: part of a sentence that ends in a comma and a blank, or nothing.
+    advice: str
+
     def describe(self) -> Device: ...
 
     def usage(self) -> MemoryUse | None:

@@ -31,6 +31,7 @@ class FakeMemory:
     measurable: bool = True
     peak: int = 0
     failures: int = 0
+    advice: str = ""
 
     def describe(self) -> Device:
         return Device("FAKE:0", self.limit, self.measurable)

@@ -50,6 +50,8 @@ class JaxMemory:
     On the CPU a budget alone is a limit: JAX itself knows none there.
     """
 
+    advice = ""
+
     def __init__(self) -> None:
         self._device = jax.local_devices()[0]
         stats = self._stats()

@@ -33,6 +33,8 @@ _XLA_REQUEST = re.compile(r"out of memory (?:while )?trying to allocate (\d+) ?b
 class TensorFlowMemory:
     """The first GPU, or the CPU's allocator where it has a limit (TF_CPU_ALLOCATOR_USE_BFC)."""
 
+    advice = "give the CPU a limited allocator with TF_CPU_ALLOCATOR_USE_BFC=true before TensorFlow is imported, "
+
     def __init__(self) -> None:
         gpus = tf.config.list_logical_devices("GPU")
         self._name = "GPU:0" if gpus else "CPU:0"

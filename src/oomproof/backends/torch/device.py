@@ -51,6 +51,8 @@ _EXPANDABLE = "expandable_segments:True"
 class TorchMemory:
     """The device Keras places its variables on. A CPU has no allocator that could be asked."""
 
+    advice = ""
+
     def __init__(self) -> None:
         device = torch.device(get_device())
         self._runtime = getattr(torch, device.type) if device.type in ("cuda", "xpu") else None
