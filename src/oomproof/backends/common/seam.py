@@ -1,11 +1,36 @@
-"""Reading the next batch, which is not part of a step: what fails here has not failed there."""
+"""Where Keras calls a step, and what it is given: what is the same on every backend."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from keras import tree
+
+from oomproof.backends.common.model import overrides
+from oomproof.records import Phase
+
+FUNCTIONS: dict[Phase, str] = {"train": "train_function", "test": "test_function", "predict": "predict_function"}
+
+
+def put_in_place(model: Any, adapters: Mapping[Phase, Callable[..., Any]], *arguments: Any) -> list[Phase]:
+    """Puts `adapter(model, *arguments, phase, …)` where Keras looks for its functions. Returns the phases it took."""
+    taken: list[Phase] = []
+    for phase, function in FUNCTIONS.items():
+        # A step of the user's own is left to Keras; only train_step is refused (check_model).
+        if not overrides(model, f"{phase}_step"):
+            # Not through Keras's __setattr__, which would track what it is given.
+            object.__setattr__(model, function, functools.partial(adapters[phase], model, *arguments, phase))
+            taken.append(phase)
+    return taken
+
+
+def taken_away(model: Any) -> None:
+    """Leaves Keras to make its own functions again."""
+    for function in FUNCTIONS.values():
+        if isinstance(getattr(model, function, None), functools.partial):
+            object.__setattr__(model, function, None)
 
 
 def pulled(iterator: Iterator[Any]) -> Any:

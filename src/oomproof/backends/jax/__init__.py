@@ -18,16 +18,14 @@ from keras import tree
 
 from oomproof._version import __version__
 from oomproof.backends.base import RunBatch
-from oomproof.backends.common.model import check_has_no_own_step, overrides
-from oomproof.backends.common.seam import batch_size_of, pulled, samples_in
+from oomproof.backends.common.model import check_has_no_own_step
+from oomproof.backends.common.seam import FUNCTIONS, batch_size_of, pulled, put_in_place, samples_in, taken_away
 from oomproof.backends.jax.device import JaxMemory
 from oomproof.backends.jax.engine import JaxEngine, tracing
 from oomproof.backends.jax.gradients import full_batch_gradients
 from oomproof.backends.jax.state import live_state
 from oomproof.backends.jax.step import JaxStep
 from oomproof.records import Phase
-
-_FUNCTIONS: dict[Phase, str] = {"train": "train_function", "test": "test_function", "predict": "predict_function"}
 
 
 class JaxBackend:
@@ -51,19 +49,11 @@ class JaxBackend:
         return JaxStep(model, self.memory())
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
-        taken = []
         object.__setattr__(model, "jax_state_sync", functools.partial(_sync, model, settle, threading.get_ident()))
-        for phase, function in _FUNCTIONS.items():
-            # A step of the user's own is left to Keras; only train_step is refused (check_model).
-            if not overrides(model, f"{phase}_step"):
-                object.__setattr__(model, function, functools.partial(_on_state, model, run, phase))
-                taken.append(phase)
-        return taken
+        return put_in_place(model, dict.fromkeys(FUNCTIONS, _on_state), run)
 
     def uninstall(self, model: Any) -> None:
-        for function in _FUNCTIONS.values():
-            if isinstance(getattr(model, function, None), functools.partial):
-                object.__setattr__(model, function, None)
+        taken_away(model)
         vars(model).pop("jax_state_sync", None)
 
     batch_size_of = staticmethod(batch_size_of)

@@ -6,14 +6,13 @@ how peaks are known: JAX cannot reset the peak it reports, and on the CPU it rep
 
 from __future__ import annotations
 
-import gc
 import re
-import sys
 from typing import Any
 
 import jax
 
 from oomproof.backends.base import MemoryUse, Shortage
+from oomproof.backends.common.errors import forget_last_error, without_frames
 from oomproof.records import Device
 from oomproof.units import format_bytes
 
@@ -107,15 +106,11 @@ class JaxMemory:
         self._peak = 0
 
     def release(self) -> None:
-        # In a notebook or debugger the last traceback keeps the failed step's arrays.
-        for name in ("last_traceback", "last_value", "last_exc"):
-            if isinstance(getattr(sys, name, None), BaseException) or name == "last_traceback":
-                sys.__dict__.pop(name, None)
-        gc.collect()
+        forget_last_error()
 
     def shortage(self, error: BaseException) -> Shortage | None:
         if isinstance(error, NotEnoughMemoryError):
-            return Shortage(str(error), _where(error), error.needed, _without_frames(error))
+            return Shortage(str(error), _where(error), error.needed, without_frames(error))
         # Copying to the device fails with a ValueError, NumPy on the host with a MemoryError.
         if not isinstance(error, jax.errors.JaxRuntimeError | ValueError | MemoryError | RuntimeError):
             return None
@@ -129,15 +124,9 @@ class JaxMemory:
             text=(lines[0] if lines else type(error).__name__)[:300],
             where=_where(error),
             needed=None,  # What was asked for is one buffer of several.
-            error=_without_frames(error),
+            error=without_frames(error),
         )
 
 
 def _where(error: BaseException) -> Any:
     return "commit" if getattr(error, "where", None) == "commit" else "step"
-
-
-def _without_frames(error: Any) -> Any:
-    error.__traceback__ = None
-    error.__context__ = None
-    return error

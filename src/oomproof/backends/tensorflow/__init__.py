@@ -17,8 +17,8 @@ from keras import tree
 
 from oomproof._version import __version__
 from oomproof.backends.base import RunBatch
-from oomproof.backends.common.model import check_has_no_own_step, overrides
-from oomproof.backends.common.seam import batch_size_of, pulled, samples_in
+from oomproof.backends.common.model import check_has_no_own_step
+from oomproof.backends.common.seam import batch_size_of, pulled, put_in_place, samples_in, taken_away
 from oomproof.backends.tensorflow.device import TensorFlowMemory
 from oomproof.backends.tensorflow.engine import as_tensors
 from oomproof.backends.tensorflow.gradients import full_batch_gradients
@@ -27,9 +27,6 @@ from oomproof.backends.tensorflow.step import TensorFlowStep
 from oomproof.backends.tensorflow.writes import PendingWrites
 from oomproof.errors import UnsupportedModelError
 from oomproof.records import Phase
-
-_FUNCTIONS: dict[Phase, str] = {"train": "train_function", "test": "test_function", "predict": "predict_function"}
-
 
 # Asked for in every step and slow to compute.
 _specs: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -60,19 +57,10 @@ class TensorFlowBackend:
         return TensorFlowStep(model)
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
-        taken = []
-        for phase, function in _FUNCTIONS.items():
-            # A step of the user's own is left to Keras; only train_step is refused (check_model).
-            if not overrides(model, f"{phase}_step"):
-                adapter = _on_list if phase == "predict" else _on_iterator
-                object.__setattr__(model, function, functools.partial(adapter, model, run, phase))
-                taken.append(phase)
-        return taken
+        return put_in_place(model, {"train": _on_iterator, "test": _on_iterator, "predict": _on_list}, run)
 
     def uninstall(self, model: Any) -> None:
-        for function in _FUNCTIONS.values():
-            if isinstance(getattr(model, function, None), functools.partial):
-                object.__setattr__(model, function, None)
+        taken_away(model)
 
     batch_size_of = staticmethod(batch_size_of)
     samples_in = staticmethod(samples_in)

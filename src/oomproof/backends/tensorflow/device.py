@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
-import sys
-from typing import Any
 
 import tensorflow as tf
 
 from oomproof.backends.base import MemoryUse, Shortage
+from oomproof.backends.common.errors import forget_last_error, without_frames
 from oomproof.backends.tensorflow.writes import COMMIT_SCOPE
 from oomproof.records import Device
 
@@ -56,11 +54,7 @@ class TensorFlowMemory:
             tf.config.experimental.reset_memory_stats(self._name)
 
     def release(self) -> None:
-        # In a notebook or debugger the last traceback keeps the failed step's tensors.
-        for name in ("last_traceback", "last_value", "last_exc"):
-            if isinstance(getattr(sys, name, None), BaseException) or name == "last_traceback":
-                sys.__dict__.pop(name, None)
-        gc.collect()
+        forget_last_error()
 
     def shortage(self, error: BaseException) -> Shortage | None:
         kinds = (tf.errors.ResourceExhaustedError, tf.errors.InternalError, tf.errors.UnknownError)
@@ -74,14 +68,8 @@ class TensorFlowMemory:
             text=text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__,
             where="commit" if COMMIT_SCOPE in text else "step",
             needed=int(asked[1]) if asked else None,
-            error=_without_frames(error),
+            error=without_frames(error),
         )
-
-
-def _without_frames(error: Any) -> Any:
-    error.__traceback__ = None
-    error.__context__ = None
-    return error
 
 
 def _cpu_is_limited() -> bool:

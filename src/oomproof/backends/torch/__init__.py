@@ -16,16 +16,14 @@ from keras.src.backend.torch import trainer as keras_trainer
 
 from oomproof._version import __version__
 from oomproof.backends.base import RunBatch
-from oomproof.backends.common.model import check_has_no_own_step, layers, overrides
-from oomproof.backends.common.seam import batch_size_of, pulled, samples_in
+from oomproof.backends.common.model import check_has_no_own_step, layers
+from oomproof.backends.common.seam import FUNCTIONS, batch_size_of, pulled, put_in_place, samples_in, taken_away
 from oomproof.backends.torch.device import TorchMemory
 from oomproof.backends.torch.engine import TorchEngine, take
 from oomproof.backends.torch.gradients import full_batch_gradients
 from oomproof.backends.torch.step import TorchStep
 from oomproof.errors import UnsupportedModelError
 from oomproof.records import Phase
-
-_FUNCTIONS: dict[Phase, str] = {"train": "train_function", "test": "test_function", "predict": "predict_function"}
 
 
 class TorchBackend:
@@ -56,19 +54,11 @@ class TorchBackend:
         if model.steps_per_execution > 1:
             # Keras has its own error for that, and raises it where it finds no function.
             self.uninstall(model)
-            return tuple(_FUNCTIONS)
-        taken = []
-        for phase, function in _FUNCTIONS.items():
-            # A step of the user's own is left to Keras; only train_step is refused (check_model).
-            if not overrides(model, f"{phase}_step"):
-                object.__setattr__(model, function, functools.partial(_on_list, run, phase))
-                taken.append(phase)
-        return taken
+            return tuple(FUNCTIONS)
+        return put_in_place(model, dict.fromkeys(FUNCTIONS, _on_list), run)
 
     def uninstall(self, model: Any) -> None:
-        for function in _FUNCTIONS.values():
-            if isinstance(getattr(model, function, None), functools.partial):
-                object.__setattr__(model, function, None)
+        taken_away(model)
 
     batch_size_of = staticmethod(batch_size_of)
     samples_in = staticmethod(samples_in)
@@ -92,7 +82,7 @@ class TorchBackend:
         return full_batch_gradients(loss_fn, variables, _as_arrays(data), micro)
 
 
-def _on_list(run: RunBatch, phase: Phase, batches: Sequence[Any]) -> Any:
+def _on_list(model: Any, run: RunBatch, phase: Phase, batches: Sequence[Any]) -> Any:
     return run(phase, _as_arrays(batches[0]), None)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import re
-import sys
-from typing import Any
 
 import torch
 from keras.src.backend.torch.core import get_device
 
 from oomproof.backends.base import MemoryUse, Shortage
+from oomproof.backends.common.errors import forget_last_error, without_frames
 from oomproof.backends.torch.commit import failed_in_commit
 from oomproof.records import Device
 
@@ -92,11 +90,7 @@ class TorchMemory:
             self._runtime.reset_peak_memory_stats(self._index)
 
     def release(self) -> None:
-        # In a notebook or debugger the last traceback keeps the failed step's tensors.
-        for name in ("last_traceback", "last_value", "last_exc"):
-            if isinstance(getattr(sys, name, None), BaseException) or name == "last_traceback":
-                sys.__dict__.pop(name, None)
-        gc.collect()
+        forget_last_error()
         if self._runtime is not None:
             self._runtime.empty_cache()
         elif self._kind == "mps":
@@ -113,7 +107,7 @@ class TorchMemory:
             line = f"{line} {_advice()}"
             _log_advice()
         # What torch says it asked for is one tensor, not what the step needs.
-        return Shortage(line, "commit" if where == "commit" else "step", None, _without_frames(error))
+        return Shortage(line, "commit" if where == "commit" else "step", None, without_frames(error))
 
     def _says_memory(self, error: Exception, text: str) -> bool:
         if says_memory(error):
@@ -177,10 +171,3 @@ def _log_advice() -> None:
     if not _told:
         _told.append(_advice())
         logger.warning(f"oomproof: {_told[0]}")
-
-
-def _without_frames(error: Any) -> Any:
-    error.__traceback__ = None
-    error.__context__ = None
-    error.__cause__ = None
-    return error

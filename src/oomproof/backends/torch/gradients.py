@@ -11,6 +11,7 @@ import torch
 from keras import ops
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
+from oomproof.backends.common.own_loss import loss_of, sum_and_normaliser
 from oomproof.backends.common.step import batch_leaves
 from oomproof.backends.torch.engine import size_of, take
 from oomproof.backends.torch.outside import generators
@@ -59,8 +60,7 @@ class _Totals:
         scope = PendingWrites(self._outer | self._counters)
 
         def compute() -> tuple[Any, tuple[Any, Any]]:
-            result = loss_fn(*data) if isinstance(data, tuple) else loss_fn(data)
-            total, normaliser = _sum_and_normaliser(result)
+            total, normaliser = sum_and_normaliser(loss_of(loss_fn, data))
             if not total.requires_grad:
                 # No variable is used. A derivative of zero by nothing, rather than torch's error about it.
                 return total.detach().requires_grad_(), (total.detach(), normaliser)
@@ -86,25 +86,6 @@ class _Totals:
 
 def _divided(gradient: Any, normaliser: Any) -> Any:
     return None if gradient is None else ops.divide_no_nan(gradient, normaliser.to(gradient.dtype))
-
-
-def _sum_and_normaliser(result: Any) -> tuple[Any, Any]:
-    if isinstance(result, tuple | list):
-        if len(result) != 2:
-            raise ValueError(
-                "Expected `loss_fn` to return a loss per sample or (sum, normaliser). "
-                f"Received: a {type(result).__name__} of {len(result)}"
-            )
-        total, normaliser = result
-        return ops.sum(total), normaliser
-    per_sample = ops.convert_to_tensor(result)
-    if per_sample.ndim == 0:
-        raise ValueError(
-            "Expected `loss_fn` to return a loss for each sample, or (sum, normaliser). Received: a scalar. "
-            "A mean cannot be put together from the means of pieces: return it before it is reduced."
-        )
-    # As many elements for each sample, so the number of elements is the normaliser of a mean.
-    return ops.sum(per_sample), per_sample.numel()
 
 
 @contextmanager
