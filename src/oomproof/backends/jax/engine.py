@@ -97,7 +97,7 @@ class JaxEngine:
             if leaf is None:
                 return None
             if isinstance(leaf, sparse.JAXSparse):
-                begin = [start] + [0] * (leaf.ndim - 1)
+                begin = [jnp.asarray(index, jnp.int32) for index in [start] + [0] * (leaf.ndim - 1)]
                 return sparse.bcoo_dynamic_slice(leaf, begin, (size, *leaf.shape[1:]))
             if isinstance(start, int):
                 return leaf[start : start + size]

@@ -19,7 +19,9 @@ class LiveState:
     def __init__(self, model: Any) -> None:
         self.trainable = list(model.trainable_variables)
         self.non_trainable = list(model.non_trainable_variables)
-        self.optimizer = [] if model.optimizer is None else list(model.optimizer.variables)
+        # A model that was never compiled has not even the attribute.
+        optimizer = getattr(model, "optimizer", None)
+        self.optimizer = [] if optimizer is None else list(optimizer.variables)
         self.metrics = list(model.metrics_variables) if model.compiled else []
         everything = [*self.trainable, *self.non_trainable, *self.optimizer, *self.metrics]
         self.variables = list({id(variable): variable for variable in everything}.values())
