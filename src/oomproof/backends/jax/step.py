@@ -91,7 +91,7 @@ class JaxStep(ModelStep):
             except Exception as error:
                 self.failure = error
                 failed, self._flights = self._flights, []
-                self._memory.in_flight = 0
+                self._memory.in_flight -= len(failed)
                 for later in reversed(failed):
                     _assign(later.before)
                 return failed
