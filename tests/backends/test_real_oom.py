@@ -175,17 +175,20 @@ def test_memory_in_use_returns_to_where_it_was(answers, name):
 def test_out_of_memory_on_the_first_step(answers):
     found = answers("first step")
     run, events = found["run"], found["run"]["events"]
-    assert {event["kind"] for event in events} == {"oom"}
     assert found["lines"] == [event["message"] for event in events]
     if MEASURED:
-        # Depending on what the data's threads hold, a size that was tried to see what fits may fail, too.
-        assert len(events) <= 2
-        (event,) = [event for event in events if event["before"] == BATCH]
+        # Depending on what the data's threads hold, a size that was tried to see what fits may fail, too; then the
+        # first choice is careful and grows in the second epoch.
+        ooms = [event for event in events if event["kind"] == "oom"]
+        assert len(ooms) <= 2
+        assert [event["kind"] for event in events if event not in ooms] in ([], ["grow"])
+        (event,) = [event for event in ooms if event["before"] == BATCH]
         assert event["step"] == 0
-        assert event["after"] >= 32
         assert event["seconds"] >= 10
+        assert max(event["after"] or 0 for event in events) >= 32
         assert run["peak"] <= 12 * MIB
     else:
+        assert {event["kind"] for event in events} == {"oom"}
         assert events[0]["step"] == 0
         assert len(events) <= 3
         assert [event["after"] for event in events] == [BATCH // 2, BATCH // 4, BATCH // 8][: len(events)]
