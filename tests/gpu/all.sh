@@ -17,9 +17,9 @@ torch)
   step 60 step-gpu-torch-pieces --parts pieces-conv,pieces-transformer --pieces 1,4,16
   oom 120 torch --caps 6000,3000 --recoveries 50 ;;
 tensorflow)
-  oom 130 tensorflow_graph --jit no --caps 3000 --recoveries 5
+  oom 220 tensorflow_graph --jit no --caps 3000 --recoveries 5
   TF_GPU_ALLOCATOR=cuda_malloc_async oom 40 tensorflow_async --jit no --caps "" --recoveries 2
-  oom 150 tensorflow_xla --jit yes --net tokens --caps 3000 --recoveries 5
+  oom 200 tensorflow_xla --jit yes --net tokens --caps 3000 --recoveries 5
   step 80 step-gpu-tensorflow-graph --jit no --parts whole-conv,whole-transformer
   step 170 step-gpu-tensorflow-xla --jit yes --parts whole-transformer,pieces-transformer --pieces 1,4 ;;
 esac
