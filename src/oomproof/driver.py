@@ -92,6 +92,7 @@ class Driver:
         self._caveats: tuple[str, ...] | None = None
         self._unit = 1
         self._resting = 0
+        self._unrepeated: BaseException | None = None
         if settings.budget is not None and not self._device.measurable:
             raise BackendError(
                 f"A budget of {format_bytes(settings.budget)} cannot be held on {self._device.name}: its allocator "
@@ -104,6 +105,7 @@ class Driver:
     def begin(self, silent: bool, may_grow: bool = False) -> None:
         self.journal = Journal()
         self.journal.silent = silent
+        self._unrepeated = None
         for sizing in self._sizing.values():
             sizing.may_grow = may_grow
 
@@ -128,12 +130,17 @@ class Driver:
 
     def settle(self, everything: bool = True) -> None:
         """Waits for steps that were believed before they were done, and runs those again that failed after all."""
+        if self._unrepeated is not None:
+            # Keras swallows what is raised while it reads logs. A batch that is missing must not be passed over.
+            raise self._unrepeated
         while failed := list(self.step.land(everything)):
             try:
                 self._repeat(failed)
-            finally:
-                for flight in failed:  # What could not be repeated: nobody shall wait for it.
+            except BaseException as error:
+                self._unrepeated = error
+                for flight in failed:  # Nobody shall wait for what could not be repeated.
                     flight.repeated_with(None)
+                raise
 
     def _repeat(self, failed: list[Flight]) -> None:
         error, self.step.failure = self.step.failure, None

@@ -262,3 +262,9 @@ def test_a_late_failure_that_is_not_about_memory_is_raised():
     with pytest.raises(FakeShortageError):
         driver.settle()
     assert step.done == []
+    # Keras swallows errors while it reads logs: the missing batch is not passed over.
+    with pytest.raises(FakeShortageError):
+        driver.run("train", [2] * 8)
+    assert step.done == []
+    driver.begin(silent=True)
+    driver.run("train", [2] * 8)
