@@ -12,9 +12,9 @@ import dataclasses
 import time
 from typing import Any
 
+from oomproof import refusals
 from oomproof.backends.base import DeviceMemory, Flight, Shortage, Step
-from oomproof.errors import BackendError, CannotFitError, RecoveryFailedError
-from oomproof.journal import Journal, listed, reason
+from oomproof.journal import Journal, reason
 from oomproof.records import EventKind, Phase, Plan, Run
 from oomproof.step import recover
 from oomproof.step.recover import Evidence
@@ -94,11 +94,7 @@ class Driver:
         self._resting = 0
         self._unrepeated: BaseException | None = None
         if settings.budget is not None and not self._device.measurable:
-            raise BackendError(
-                f"A budget of {format_bytes(settings.budget)} cannot be held on {self._device.name}: its allocator "
-                f"does not say how much memory is in use. Train on a GPU, {memory.advice}or use `micro_batch_size` "
-                "instead."
-            )
+            raise refusals.budget_cannot_be_held(settings.budget, self._device, memory.advice)
 
     # A run, from the begin of fit, evaluate or predict to its end
 
@@ -185,11 +181,7 @@ class Driver:
                 raise
         if shortage is not None:
             self.memory.release()
-            raise CannotFitError(
-                f"The model and its optimizer do not fit on {self._device}, before any data. Resident so far: "
-                f"{listed(self.step.resident())}. Use a smaller model, an optimizer with less state (SGD, Adafactor), "
-                f"or a device with more memory. The framework said: {shortage.text}"
-            ) from shortage.error
+            raise refusals.model_does_not_fit(self._device, self.step.resident(), shortage.text) from shortage.error
         self._prepared.add(phase)
 
     def _micro(self, phase: Phase, unit: int) -> int | None:
@@ -305,11 +297,7 @@ class Driver:
         resident = self.step.resident()
         least = sum(resident.values())
         if batch.phase == "train" and least > budget:
-            raise CannotFitError(
-                f"Training needs at least {format_bytes(least)} before any data: {listed(resident)}. "
-                f"The budget is {format_bytes(budget)}. Raise the budget, use an optimizer with less state "
-                "(SGD, Adafactor), or freeze layers."
-            )
+            raise refusals.budget_below_resident(budget, resident)
         if not self.step.splittable(batch.data):
             return
         self._probe(batch, batch.size * batch.unit)
@@ -318,12 +306,8 @@ class Driver:
         if volume is None or volume < batch.unit:
             need, use = evidence.predict(batch.unit) or 0, self.memory.usage()
             taken = use.current if use is not None else budget - free
-            raise CannotFitError(
-                f"One sample at a time needs {format_bytes(need)} besides the {format_bytes(taken)} already in use "
-                f"(weights {format_bytes(resident['weights'])}, optimizer {format_bytes(resident['optimizer'])}), and "
-                f"the budget is {format_bytes(budget)}. Raise the budget to "
-                f"{format_bytes((need / self._headroom + taken) * 1.05)}, or make the inputs or the model smaller."
-            )
+            enough = (need / self._headroom + taken) * 1.05
+            raise refusals.one_sample_over_budget(budget, need, taken, resident, enough)
         if volume < batch.volume(self._pieces(batch)):
             whole = evidence.predict(batch.size * batch.unit)
             self._resize(batch, "plan", volume, needed=whole, free=free)
@@ -450,26 +434,16 @@ class Driver:
 
     def _check_splittable(self, batch: Batch) -> None:
         if not self.step.splittable(batch.data):
-            raise CannotFitError(
-                "The batch cannot be cut: its tensors do not all have the same number of samples in their first "
-                f"dimension. Expected {batch.size} everywhere. Give every input, target and weight a batch dimension."
-            )
+            raise refusals.batch_cannot_be_cut(batch.size)
         if not self.settings.may_split:
-            raise CannotFitError(
-                f"The batch of {batch.size} would have to be cut, and `allow` does not name "
-                '"microbatch". Allow it with allow="default", or lower the batch size.'
-            )
+            raise refusals.cutting_is_not_allowed(batch.size)
         if batch.phase != "train" or self._caveats is not None:
             return
         caveats = self._caveats_of(batch)
         if caveats is None:
             return
         if caveats and self.settings.exact_only:
-            raise CannotFitError(
-                f"The batch of {batch.size} would have to be cut, which is not exact for this model: "
-                f'{"; ".join(caveats)}. Allow it with allow="default", lower the batch size, or replace what is named '
-                "(GroupNormalization and LayerNormalization do not mix samples)."
-            )
+            raise refusals.cutting_is_not_exact(batch.size, caveats)
         self._caveats = caveats
         for caveat in caveats:
             self.journal.note("note", batch.phase, batch.size, f"not exact under micro-batching: {caveat}")
@@ -486,24 +460,12 @@ class Driver:
     def _give_up(self, batch: Batch, pieces: int, shortage: Shortage, free: int | None, seconds: float) -> None:
         size = largest_piece(batch.size, pieces)
         what = "The optimizer's update" if shortage.where == "commit" else f"A piece of {size} of {batch.size} samples"
-        room = (
-            ""
-            if free is None or self._limit is None
-            else f" with {format_bytes(free)} of {format_bytes(self._limit)} free"
-        )
-        cut = (
-            ""
-            if self.step.splittable(batch.data)
-            else " Its tensors differ in their first dimension, so it is not cut."
-        )
         message = f"giving up: {what[0].lower()}{what[1:]} does not fit"
         self.journal.note("oom", batch.phase, batch.size, message, before=size, free=free, seconds=seconds)
         self.last_error = shortage.error
-        raise RecoveryFailedError(
-            f"{what} does not fit on {self._device.name}{room}.{cut} Resident: {listed(self.step.resident())}. "
-            "The model and its optimizer are as they were before this batch and can be saved. "
-            "Make inputs or layers smaller, use an optimizer with less state, or a device with more memory. "
-            f"The framework said: {shortage.text}"
+        splittable, resident = self.step.splittable(batch.data), self.step.resident()
+        raise refusals.gave_up(
+            what, self._device, free, self._limit, splittable, resident, shortage.text
         ) from shortage.error
 
 

@@ -70,7 +70,3 @@ def reason(kind: EventKind, needed: int | None, free: int | None) -> str:
     if kind == "plan":
         return f"whole it would need {format_bytes(needed)}, {room}"
     return f"{'needed' if kind == 'oom' else 'would need'} {format_bytes(needed)}, {room}"
-
-
-def listed(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())

@@ -16,7 +16,10 @@ FOUNDATION = {"errors", "units", "records", "_version"}
 LEAF_ROOMS = {"estimation", "profiling", "data", "parallel"}
 PURE_ROOMS = {"planning", "step.recover", "diagnosis", "reporting"}
 BELOW_TRAINING = (
-    FOUNDATION | LEAF_ROOMS | PURE_ROOMS | {"devices", "step", "backends", "driver", "journal", "verification", "loops"}
+    FOUNDATION
+    | LEAF_ROOMS
+    | PURE_ROOMS
+    | {"devices", "step", "backends", "driver", "journal", "refusals", "verification", "loops"}
 )
 
 # Which of our rooms a room may import, besides itself. A room is a module or a package of src/oomproof; where two
@@ -36,8 +39,9 @@ MAY_IMPORT = {
     # A step and a device for tests, in the terms of the rooms they stand in for.
     "backends.fake": FOUNDATION | {"backends", "step"},
     "journal": FOUNDATION,
+    "refusals": FOUNDATION,
     **{room: FOUNDATION | LEAF_ROOMS | {"devices", "step", "backends"} for room in LEAF_ROOMS},
-    "driver": FOUNDATION | {"step", "step.recover", "backends", "journal"},
+    "driver": FOUNDATION | {"step", "step.recover", "backends", "journal", "refusals"},
     "verification": BELOW_TRAINING,
     "loops": BELOW_TRAINING,
     "training": BELOW_TRAINING,
