@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import itertools
 import time
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import keras
 
 
-class Stepper:
+class Stepper(abc.ABC):
     """A model with one batch that it trains on again and again.
 
     Attributes:
@@ -45,12 +46,13 @@ class Stepper:
         self.run()
         return time.perf_counter() - began
 
+    @abc.abstractmethod
     def run(self) -> None:
-        raise NotImplementedError
+        """One step, waited for."""
 
+    @abc.abstractmethod
     def peak(self) -> int:
         """Bytes a step takes beyond what is there before and after it."""
-        raise NotImplementedError
 
     def close(self) -> None:
         del self.model

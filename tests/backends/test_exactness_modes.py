@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from here import SLOW_COMPILES, USUAL, modes
+from here import SLOW_COMPILES, USUAL, modes, only
 from keras import layers, ops, optimizers
 from models import (
     CLASSES,
@@ -122,3 +122,25 @@ def test_repeated_epochs_reuse_programs():
     expected, received = check_exact(classifier, numbers(), classes(), epochs=3)
     assert received["iteration"] == 9
     assert np.isfinite(expected.history["loss"]).all()
+
+
+@only("tensorflow", because="a compiler that takes over the variables a program writes")
+def test_what_xla_compiles_writes_to_no_variable():
+    """On a GPU XLA frees what it took over when it runs out of memory, though the variables still have it."""
+    model = train(embedded, words(), classes(), guard={"micro_batch_size": 4}, mode="xla").model
+    programs = [concrete for _, concrete in model._oomproof_guard._driver.step._traced.values()]
+    programs += [
+        concrete
+        for program in model._oomproof_guard._driver.step._programs.values()
+        for concrete in program._list_all_concrete_functions()
+    ]
+    compiled_functions = 0
+    for program in programs:
+        definition = program.graph.as_graph_def()
+        assert any("Assign" in node.op or "Scatter" in node.op for node in definition.node)
+        for function in definition.library.function:
+            if function.attr["_XlaMustCompile"].b:
+                compiled_functions += 1
+                written = [node.op for node in function.node_def if "Assign" in node.op or "ResourceScatter" in node.op]
+                assert written == []
+    assert compiled_functions

@@ -303,15 +303,16 @@ def test_a_failed_step_has_changed_nothing_where_plain_keras_has(answers):
     assert any("iteration" in name or "moving" in name for name in found["plain"])
 
 
-# At 5 MB, of which batches in the queue hold one, the peaks of equal steps differ by more than is kept free.
-TOO_TIGHT = pytest.mark.xfail(reason="was exceeded by up to 13 %", strict=False)
+# At 5 MB, of which batches in the queue hold one, the peaks of equal steps differ by more than is kept free
+# (docs/training.md): it was exceeded by up to 13 %.
+ALLOWED = {"budget": 1.0, "tight budget": 1.2}
 
 
 @only("tensorflow", "jax", because="a budget on a CPU")
-@pytest.mark.parametrize("name", [*these("budget"), *(pytest.param(n, marks=TOO_TIGHT) for n in these("tight budget"))])
+@pytest.mark.parametrize("name", these("budget", "tight budget"))
 def test_no_step_goes_over_the_budget(answers, name):
     found = answers(name)
-    budget = found["run"]["budget"]
+    budget = found["run"]["budget"] * ALLOWED[name]
     assert found["run"]["peak"] <= budget
     if MEASURED:
         assert max(found["peaks"]) <= budget

@@ -13,65 +13,26 @@ import numpy as np
 import pytest
 from here import BACKEND, only, out_of_memory
 from hooks import Faults, FaultySGD
+from pairs import (
+    BATCH,
+    MICRO,
+    OURS,
+    SAMPLES,
+    Everything,
+    OwnModel,
+    X,
+    Y,
+    assert_same,
+    assert_same_history,
+    assert_same_logs,
+    both,
+    fit,
+    make_model,
+)
 
 import oomproof
 
 pytestmark = pytest.mark.seam
-
-SAMPLES, BATCH, MICRO = 36, 8, 3  # Four full batches and a short one; pieces of 3, 3 and 2.
-RNG = np.random.default_rng(0)
-X, Y = RNG.normal(size=(SAMPLES, 5)).astype("float32"), RNG.normal(size=(SAMPLES, 1)).astype("float32")
-OURS = {"_oomproof_guard", "fit", "evaluate", "predict", "compile"} | {
-    f"{p}_on_batch" for p in ("train", "test", "predict")
-}
-
-
-def make_model(compiled=True, **compile_args):
-    keras.utils.set_random_seed(3)
-    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(1)])
-    if compiled:
-        model.compile(**{"optimizer": keras.optimizers.Adam(0.01), "loss": "mse", "metrics": ["mae"], **compile_args})
-    return model
-
-
-class OwnModel(keras.Model):
-    """Unbuilt until it sees data."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden, self.out = keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(1)
-
-    def call(self, x):
-        return self.out(self.hidden(x))
-
-
-def both(make=make_model, **guarded):
-    """The same model twice: plain, and guarded with small pieces."""
-    return make(), oomproof.guard(make(), **{"micro_batch_size": MICRO, **guarded})
-
-
-def fit(model, **kwargs):
-    return model.fit(X, Y, **{"batch_size": BATCH, "epochs": 3, "verbose": 0, "shuffle": False, **kwargs})
-
-
-def assert_same(plain, guarded, tolerance=1e-5):
-    for a, b in zip(plain.get_weights(), guarded.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-    if plain.compiled and plain.optimizer is not None:
-        assert int(plain.optimizer.iterations) == int(guarded.optimizer.iterations)
-
-
-def assert_same_logs(plain, guarded):
-    assert plain.keys() == guarded.keys()
-    for name, value in plain.items():
-        np.testing.assert_allclose(np.array(value), np.array(guarded[name]), rtol=1e-4, atol=1e-6, err_msg=name)
-
-
-def assert_same_history(plain, guarded):
-    assert plain.epoch == guarded.epoch
-    assert plain.history.keys() == guarded.history.keys()
-    for name, values in plain.history.items():
-        np.testing.assert_allclose(values, guarded.history[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 # Where our function sits
@@ -251,24 +212,6 @@ def test_another_backend_is_refused(monkeypatch):
 # Callbacks
 
 
-class Everything(keras.callbacks.Callback):
-    """Writes down every call of every kind, with its logs."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-        for hook in dir(keras.callbacks.Callback):
-            if hook.startswith("on_"):
-                setattr(self, hook, self.recorder(hook))
-
-    def recorder(self, hook):
-        def record(*args, **kwargs):
-            flat = [a for a in [*args, *kwargs.values()] if a is not None]
-            self.calls.append((hook, [dict(a) if isinstance(a, dict) else a for a in flat]))
-
-        return record
-
-
 def test_callbacks_are_called_as_often_and_with_the_same_logs():
     plain, guarded = both()
     calls = []
@@ -359,134 +302,6 @@ def test_stop_training_in_the_middle_of_an_epoch():
     assert_same_history(*(fit(model, callbacks=[Stop()]) for model in (plain, guarded)))
     assert_same(plain, guarded)
     assert int(guarded.optimizer.iterations) == 3
-
-
-# Arguments of fit
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"initial_epoch": 1},
-        {"steps_per_epoch": 3},
-        {"validation_split": 0.25},
-        {"validation_data": (X[:9], Y[:9]), "validation_freq": 2},
-        {"validation_data": (X[:9], Y[:9]), "validation_freq": [1, 3], "validation_batch_size": 4},
-        {"validation_data": (X, Y), "validation_steps": 2},
-        {"sample_weight": np.linspace(0, 2, SAMPLES).astype("float32")},
-        {"batch_size": 100},
-        {"batch_size": None},
-    ],
-    ids=lambda arguments: " ".join(arguments),
-)
-def test_arguments_of_fit(arguments):
-    plain, guarded = both()
-    assert_same_history(fit(plain, **arguments), fit(guarded, **arguments))
-    assert_same(plain, guarded)
-
-
-def test_class_weight():
-    def classifier():
-        keras.utils.set_random_seed(3)
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, activation="softmax")])
-        model.compile("adam", "sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
-        return model
-
-    plain, guarded = both(classifier)
-    labels = np.arange(SAMPLES) % 3
-    histories = [
-        model.fit(
-            X, labels, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, class_weight={0: 1.0, 1: 5.0, 2: 0.0}
-        )
-        for model in (plain, guarded)
-    ]
-    assert_same_history(*histories)
-    assert_same(plain, guarded)
-
-
-@pytest.mark.parametrize("per_execution", [2, 4, 7])
-def test_steps_per_execution_trains_on_every_batch(per_execution):
-    """Five batches: a remainder of one after four, two of two and one, and fewer than seven."""
-    plain, guarded = both(lambda: make_model(steps_per_execution=per_execution))
-    if BACKEND == "torch":
-        for model in (plain, guarded):
-            with pytest.raises(ValueError, match="steps_per_execution"):
-                fit(model)
-        return
-    calls = []
-    for model in (plain, guarded):
-        callback = Everything()
-        history = fit(model, callbacks=[callback], validation_data=(X, Y))
-        calls.append([hook for hook, _ in callback.calls])
-    assert calls[0] == calls[1]
-    assert_same(plain, guarded)
-    assert int(guarded.optimizer.iterations) == 15
-    assert history.run.steps["train"] == 15
-    np.testing.assert_allclose(
-        plain.predict(X, batch_size=5, verbose=0), guarded.predict(X, batch_size=5, verbose=0), rtol=1e-5, atol=1e-6
-    )
-
-
-def batches():
-    for start in range(0, SAMPLES, BATCH):
-        yield X[start : start + BATCH], Y[start : start + BATCH]
-
-
-class Sequence(keras.utils.PyDataset):
-    def __len__(self):
-        return -(-SAMPLES // BATCH)
-
-    def __getitem__(self, index):
-        return X[index * BATCH : (index + 1) * BATCH], Y[index * BATCH : (index + 1) * BATCH]
-
-
-def dataset():
-    import tensorflow as tf
-
-    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
-
-
-def torch_loader():
-    import torch
-
-    arrays = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
-    return torch.utils.data.DataLoader(arrays, batch_size=BATCH)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [dataset, lambda: dataset().repeat(2), Sequence, torch_loader],
-    ids=["dataset", "repeated dataset", "PyDataset", "torch DataLoader"],
-)
-def test_data_of_every_kind(data):
-    plain, guarded = both()
-    histories = [model.fit(data(), epochs=1, verbose=0, shuffle=False) for model in (plain, guarded)]
-    assert_same_history(*histories)
-    assert_same(plain, guarded)
-
-
-@pytest.mark.filterwarnings("ignore:.*ran out of data.*", "ignore:.*was provided as a generator.*")
-@pytest.mark.parametrize("arguments", [{}, {"steps_per_epoch": 5}, {"steps_per_epoch": 9}, {"steps_per_epoch": 3}])
-def test_generators(arguments):
-    """Compared with the same batches in a PyDataset: where a generator ends, plain Keras counts one step too many."""
-    plain, guarded = both()
-    steps = min(arguments.get("steps_per_epoch", 5), 5)
-    plain.fit(Sequence(), verbose=0, shuffle=False, steps_per_epoch=steps)
-    history = guarded.fit(batches(), verbose=0, **arguments)
-    assert_same(plain, guarded)
-    assert history.run.steps["train"] == int(guarded.optimizer.iterations) == steps
-
-
-def test_on_batch_methods():
-    plain, guarded = both()
-    for start in range(0, 24, 8):
-        x, y = X[start : start + 8], Y[start : start + 8]
-        logs = [model.train_on_batch(x, y, return_dict=True) for model in (plain, guarded)]
-        assert_same_logs(*logs)
-        logs = [model.test_on_batch(x, y, return_dict=True) for model in (plain, guarded)]
-        assert_same_logs(*logs)
-        np.testing.assert_allclose(plain.predict_on_batch(x), guarded.predict_on_batch(x), rtol=1e-5, atol=1e-6)
-    assert_same(plain, guarded)
 
 
 # Copies of a guarded model

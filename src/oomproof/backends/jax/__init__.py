@@ -31,11 +31,11 @@ from oomproof.records import Phase
 class JaxBackend:
     name = "jax"
 
-    def versions(self) -> dict[str, str]:
-        return {"oomproof": __version__, "keras": keras.__version__, "jax": jax.__version__}
-
     def __init__(self) -> None:
         self._memory: JaxMemory | None = None
+
+    def versions(self) -> dict[str, str]:
+        return {"oomproof": __version__, "keras": keras.__version__, "jax": jax.__version__}
 
     def memory(self) -> JaxMemory:
         # One for all: programs tell it what they need, and whoever asks hears of it.

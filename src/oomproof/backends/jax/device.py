@@ -64,7 +64,7 @@ class JaxMemory:
         try:
             found: dict[str, int] | None = self._device.memory_stats()
         except (NotImplementedError, RuntimeError):
-            return None
+            return None  # How some platforms say that they keep no statistics; the CPU returns None.
         return found if found and "bytes_in_use" in found else None
 
     def describe(self) -> Device:
