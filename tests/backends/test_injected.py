@@ -4,11 +4,13 @@ any other error leaves the model as it was after the last batch that was finishe
 The errors are raised from inside of the program (hooks.py), so they arrive as the framework's own do.
 """
 
+import time
+
 import keras
 import numpy as np
 import pytest
 from here import modes, only, out_of_memory
-from hooks import Faults, Faulty, FaultySGD
+from hooks import Faults, Faulty, FaultySGD, watched
 from keras import layers, ops
 from models import (
     BATCH,
@@ -249,6 +251,39 @@ def test_another_error_leaves_the_model_as_after_the_last_finished_batch(batch, 
     for each in (plain, model):
         each.fit(x[BATCH * batch :], y[BATCH * batch :], **fit)
     check_values(snapshot(plain), snapshot(model))
+
+
+class Reports(layers.Layer):
+    """Has an effect on the way, and goes on with what it was given."""
+
+    def __init__(self, effect):
+        super().__init__()
+        object.__setattr__(self, "effect", effect)
+
+    def call(self, x):
+        watched(x, self.effect)
+        return x
+
+
+@only("tensorflow", "torch", because="effects inside of a layer whose result nobody takes")
+@pytest.mark.parametrize("size", ["auto", 4], ids=["whole", "in pieces"])
+def test_an_effect_that_fails_late_is_waited_for(size):
+    """A graph runs it beside everything else: what is written must not be written before it has succeeded."""
+    fails = []
+
+    def effect(value):
+        if fails:
+            time.sleep(0.3)
+            raise ZeroDivisionError("mine")
+
+    model = oomproof.guard(made(lambda: classifier(Reports(effect))), micro_batch_size=size)
+    model.train_on_batch(numbers(BATCH), classes(BATCH))
+    before = snapshot(model)
+    fails.append(True)
+    with pytest.raises(BaseException, match="mine"):
+        model.train_on_batch(numbers(BATCH), classes(BATCH))
+    for name, value in snapshot(model).items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
 
 
 @pytest.mark.parametrize("method", ["evaluate", "predict"])

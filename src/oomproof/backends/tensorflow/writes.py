@@ -88,15 +88,21 @@ class PendingWrites(Pending):
 def commit(writes: Sequence[tuple[Any, str, Any]], results: Sequence[Any]) -> None:
     """Writes everything, once everything has been computed, `results` included."""
     values = [value.values if isinstance(value, tf.IndexedSlices) else value for *_, value in writes]
-    with after([*values, *(result for result in results if tf.is_tensor(result))]):
+    # What has an effect runs though nobody takes its result, and could fail when half of the writing is done.
+    effects = [] if tf.executing_eagerly() else [op for op in _graph().get_operations() if op.op_def.is_stateful]
+    with after([*values, *(result for result in results if tf.is_tensor(result)), *effects]):
         for variable, kind, value in writes:
             options = {"read_value": False} if kind == "assign" else {}
             getattr(variable._value, kind)(value, **options)
 
 
+def _graph() -> Any:
+    return tf.compat.v1.get_default_graph()
+
+
 @contextlib.contextmanager
 def after(tensors: Sequence[Any]) -> Iterator[None]:
-    """Ops made inside run after all of the tensors are there. Eagerly that is so by itself."""
+    """Ops made inside run after all of the tensors, or ops, are done. Eagerly that is so by itself."""
     if tf.executing_eagerly() or not tensors:
         yield
         return
