@@ -16,9 +16,10 @@ from oomproof.errors import (
     RecoveryFailedError,
     UnsupportedModelError,
 )
-from oomproof.records import Device, Event, Plan, Run, Verification
+from oomproof.records import Device, Estimate, Event, Plan, Run, Verification
 
 if TYPE_CHECKING:
+    from oomproof.estimation.estimator import estimate, max_batch_size
     from oomproof.loops import gradients
     from oomproof.training import fit, guard, unguard
     from oomproof.verification import verify
@@ -27,6 +28,7 @@ __all__ = [
     "BackendError",
     "CannotFitError",
     "Device",
+    "Estimate",
     "Event",
     "OomproofError",
     "Plan",
@@ -35,14 +37,18 @@ __all__ = [
     "UnsupportedModelError",
     "Verification",
     "__version__",
+    "estimate",
     "fit",
     "gradients",
     "guard",
+    "max_batch_size",
     "unguard",
     "verify",
 ]
 
 _ROOMS = {
+    "estimate": "oomproof.estimation.estimator",
+    "max_batch_size": "oomproof.estimation.estimator",
     "fit": "oomproof.training",
     "guard": "oomproof.training",
     "unguard": "oomproof.training",

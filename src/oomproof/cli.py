@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json as jsonlib
+import os
 import pathlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from oomproof._version import __version__
-from oomproof.errors import OomproofError
-from oomproof.units import parse_budget
+from oomproof.errors import CannotFitError, OomproofError, RecoveryFailedError
+from oomproof.units import format_bytes, parse_budget
 
 _MIB = 2**20
 
@@ -70,10 +74,175 @@ def demo(
         raise typer.Exit(1)
 
 
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="model.keras, module:function that returns a model, or keras.applications.ResNet50",
+        show_default=False,
+    ),
+]
+GpuName = Annotated[str | None, typer.Option(help="A card: `oomproof gpus` lists them.")]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a card that is not listed, such as 24GiB.")]
+EngineName = Annotated[str, typer.Option(help="trace, compile, or auto for the most exact one that works here.")]
+PhaseName = Annotated[str, typer.Option(help="train, test or predict.")]
+Precision = Annotated[str | None, typer.Option(help="A dtype policy, such as mixed_bfloat16.")]
+Jit = Annotated[bool | None, typer.Option("--jit/--no-jit", help="Compiled or not; default: as Keras decides.")]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input-shape",
+        metavar="SHAPE",
+        help="Shape of a sample: 224,224,3 or 128:int32. For one of several inputs: name=128.",
+    ),
+]
+Classes = Annotated[int | None, typer.Option(min=1, help="Classes, for keras.applications.")]
+Optimizer = Annotated[str, typer.Option(help="For a model that is not compiled.")]
+BackendName = Annotated[str | None, typer.Option(help="tensorflow, jax or torch; default: as Keras is set up.")]
+
+
+@app.command()
+def estimate(
+    model: Source,
+    batch_size: Annotated[str, typer.Option(metavar="N[,N…]", help="Samples in a batch; several to compare them.")],
+    gpu: GpuName = None,
+    memory: Memory = None,
+    engine: EngineName = "auto",
+    phase: PhaseName = "train",
+    precision: Precision = None,
+    micro_batch_size: Annotated[int | None, typer.Option(min=1, help="Batches are run in pieces this large.")] = None,
+    jit: Jit = None,
+    input_shape: Shapes = None,
+    classes: Classes = None,
+    optimizer: Optimizer = "adam",
+    backend: BackendName = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say how much GPU memory training will take, before it runs. The GPU need not be there.
+
+    Exit code: 0 if it fits or no card is named, 3 if it does not fit or may not, 2 for bad input.
+    """
+    sizes = [_whole_number(text) for text in batch_size.split(",")]
+    options: dict[str, Any] = {"gpu": gpu, "memory": memory, "engine": engine, "phase": phase, "jit": jit}
+    options["micro_batch_size"] = micro_batch_size
+    loaded, shape, notes = _loaded(model, backend, input_shape, classes, optimizer, precision)
+
+    import oomproof
+
+    found = [oomproof.estimate(loaded, size, input_shape=shape, **options) for size in sizes]
+    found = [dataclasses.replace(each, notes=(*notes, *each.notes)) for each in found]
+    if json:
+        answers = [each.to_json() for each in found]
+        typer.echo(jsonlib.dumps(answers[0] if len(answers) == 1 else answers, indent=2))
+    else:
+        typer.echo("\n\n".join(str(each) for each in found))
+    if any(each.fits is False for each in found):
+        raise typer.Exit(3)
+
+
+@app.command()
+def max_batch_size(
+    model: Source,
+    gpu: GpuName = None,
+    memory: Memory = None,
+    engine: EngineName = "auto",
+    phase: PhaseName = "train",
+    precision: Precision = None,
+    jit: Jit = None,
+    input_shape: Shapes = None,
+    classes: Classes = None,
+    optimizer: Optimizer = "adam",
+    backend: BackendName = None,
+) -> None:
+    """Print the largest batch that fits on a card.
+
+    Exit code: 3 if not even one sample fits, 2 for bad input.
+    """
+    options: dict[str, Any] = {"gpu": gpu, "memory": memory, "engine": engine, "phase": phase, "jit": jit}
+    loaded, shape, _ = _loaded(model, backend, input_shape, classes, optimizer, precision)
+
+    import oomproof
+
+    typer.echo(oomproof.max_batch_size(loaded, input_shape=shape, **options))
+
+
+@app.command()
+def gpus() -> None:
+    """List the cards that can be named, and what each framework can use of them."""
+    from oomproof import devices
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("card", "memory", "TensorFlow", "JAX", "torch", "compute capability"):
+        table.add_column(title, justify="left" if title == "card" else "right")
+    here = devices.local()
+    for gpu in ([here] if here else []) + list(devices.CATALOGUE.values()):
+        usable = [format_bytes(gpu.usable(name)) for name in ("tensorflow", "jax", "torch")]
+        name = f"{gpu.name} (in this machine)" if gpu is here else gpu.name
+        table.add_row(name, format_bytes(gpu.memory), *usable, ".".join(map(str, gpu.capability)))
+    Console().print(table)
+
+
+def _whole_number(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"Expected batch sizes of at least 1, such as 64 or 64,128,256. Received: {text!r}")
+    return number
+
+
+def _loaded(
+    source: str,
+    backend: str | None,
+    shapes: list[str] | None,
+    classes: int | None,
+    optimizer: str,
+    precision: str | None,
+) -> tuple[Any, Any, tuple[str, ...]]:
+    """The model, the shapes that were given, and what had to be assumed."""
+    if backend is not None:
+        if backend not in ("tensorflow", "jax", "torch"):
+            raise ValueError(f"Expected a backend: tensorflow, jax or torch. Received: {backend!r}")
+        os.environ["KERAS_BACKEND"] = backend
+    # What TensorFlow logs about the machine is not what was asked for.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    shape = _shapes(shapes or [])
+    from oomproof.estimation.sources import load
+
+    plain = shape if isinstance(shape, tuple) else None
+    model, notes = load(source, input_shape=plain, classes=classes, optimizer=optimizer, precision=precision)
+    return model, shape, notes
+
+
+def _shapes(texts: list[str]) -> Any:
+    """`["224,224,3"]` → `(224, 224, 3)`; `["tokens=128:int32"]` → `{"tokens": (128, "int32")}`."""
+    found = [_shape(text) for text in texts]
+    if not found:
+        return None
+    if all(name for name, _ in found):
+        return dict(found)
+    if any(name for name, _ in found):
+        raise ValueError("Expected a name for every --input-shape or for none.")
+    return found[0][1] if len(found) == 1 else [shape for _, shape in found]
+
+
+def _shape(text: str) -> tuple[str, tuple[Any, ...]]:
+    name, _, rest = text.rpartition("=")
+    sizes, _, dtype = rest.partition(":")
+    try:
+        shape = tuple(int(size) for size in sizes.split(","))
+    except ValueError:
+        raise ValueError(f"Expected a shape such as 224,224,3 or 128:int32. Received: {text!r}") from None
+    return name, (*shape, dtype) if dtype else shape
+
+
 def main() -> None:
-    """The `oomproof` command. Whatever a user can put right ends in one message and exit code 1 (2 for usage)."""
+    """The `oomproof` command. Whatever a user can put right ends in one message: 2 for bad input, 3 for too little
+    memory, 1 for the rest."""
     try:
         app()
-    except (OomproofError, ValueError, OSError) as error:
-        Console(stderr=True).print(f"oomproof: {error}", style="red", markup=False, highlight=False)
-        raise SystemExit(1) from None
+    except (OomproofError, ValueError, TypeError, OSError) as error:
+        Console(stderr=True, soft_wrap=True).print(f"oomproof: {error}", style="red", markup=False, highlight=False)
+        code = 3 if isinstance(error, CannotFitError) else 1 if isinstance(error, RecoveryFailedError) else 2
+        raise SystemExit(code) from None

@@ -99,15 +99,17 @@ def test_other_usage_errors(arguments: tuple[str, ...]) -> None:
     assert invoke(*arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("error", [CannotFitError("needs [b]9 GiB[/b]"), ValueError("no"), OSError("disk full")])
+@pytest.mark.parametrize(
+    ("error", "code"), [(CannotFitError("needs [b]9 GiB[/b]"), 3), (ValueError("no"), 2), (OSError("disk full"), 2)]
+)
 def test_errors_are_one_message(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: Any) -> bool:
         raise error
 
     monkeypatch.setattr(run, "run", fail)
-    assert call_main(monkeypatch, "demo") == 1
+    assert call_main(monkeypatch, "demo") == code
     assert capsys.readouterr().err == f"oomproof: {error}\n"
 
 
@@ -154,5 +156,5 @@ def test_demo_with_too_little_for_tensorflow(
     monkeypatch.setattr(
         processes, "compare", lambda limit_mib, batch_size: dead | {"unlimited": outcomes()["unlimited"]}
     )
-    assert call_main(monkeypatch, "demo", "--limit", "1MiB") == 1
+    assert call_main(monkeypatch, "demo", "--limit", "1MiB") == 3
     assert "1 MiB is too little for TensorFlow" in capsys.readouterr().err

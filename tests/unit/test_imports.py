@@ -12,7 +12,7 @@ import pytest
 SOURCE = pathlib.Path(__file__).parents[2] / "src"
 FRAMEWORKS = {"tensorflow", "jax", "torch"}
 
-FOUNDATION = {"errors", "units", "records", "_version"}
+FOUNDATION = {"errors", "units", "records", "tracing", "_version"}
 LEAF_ROOMS = {"estimation", "profiling", "data", "parallel"}
 PURE_ROOMS = {"planning", "step.recover", "diagnosis", "reporting"}
 BELOW_TRAINING = (
@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "errors": set(),
     "units": set(),
     "records": {"units"},
+    "tracing": {"records"},
     "planning": FOUNDATION,
     "step.recover": FOUNDATION,
     "diagnosis": FOUNDATION,

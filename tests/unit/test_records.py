@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from oomproof.records import Device, Difference, Event, Plan, Run, Verification
+from oomproof.records import Device, Difference, Estimate, Event, Plan, Run, Verification
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 GIB = 2**30
@@ -64,7 +64,39 @@ NOT_EXACT = Verification(
     differences=tuple(Difference(f"block/layer_{i}/kernel", 0.1 / (i + 1), 0.5 / (i + 1)) for i in range(12)),
     culprits=("BatchNormalization 'bn'",),
 )
+FITS = Estimate(
+    model="resnet50",
+    backend="tensorflow",
+    mode="graph",
+    phase="train",
+    precision="mixed_bfloat16",
+    batch_size=1024,
+    micro_batch_size=128,
+    engine="trace",
+    low=9 * GIB,
+    expected=10 * GIB,
+    high=11 * GIB,
+    confidence=0.98,
+    gpu="rtx-4090 (23.6 GiB)",
+    limit=21 * GIB,
+    driver=23 * GIB,
+    by_category={"activations": 6 * GIB, "weights": 3 * GIB, "temporary": GIB},
+    by_layer=(*((f"block_{i}/conv", GIB - 2**26 * i) for i in range(12)), ("", 2**28)),
+    peak_at="backward pass of block_3/conv",
+    timeline=(3 * GIB, 10 * GIB, 4 * GIB),
+    seconds=3.21,
+    notes=("the model is not compiled: Adam was assumed",),
+)
+MAY_NOT_FIT = dataclasses.replace(
+    FITS, limit=10 * GIB, micro_batch_size=None, confidence=None, by_layer=FITS.by_layer[:2]
+)
+DOES_NOT_FIT = dataclasses.replace(MAY_NOT_FIT, limit=GIB, phase="predict", notes=())
+NO_CARD = dataclasses.replace(DOES_NOT_FIT, gpu=None, limit=None, driver=None, phase="test")
 PRINTED = {
+    "estimate_fits": FITS,
+    "estimate_may_not_fit": MAY_NOT_FIT,
+    "estimate_does_not_fit": DOES_NOT_FIT,
+    "estimate_no_card": NO_CARD,
     "run": RUN,
     "run_plain": PLAIN_RUN,
     "verification_exact": EXACT,
@@ -94,12 +126,22 @@ def test_verification_is_true_when_exact_and_goes_to_json() -> None:
     assert json.loads(json.dumps(NOT_EXACT.to_json()))["culprits"] == ["BatchNormalization 'bn'"]
 
 
+@pytest.mark.parametrize(
+    ("estimate", "fits"), [(FITS, True), (MAY_NOT_FIT, False), (DOES_NOT_FIT, False), (NO_CARD, None)]
+)
+def test_an_estimate_says_whether_it_fits_and_survives_json(estimate: Estimate, fits: bool | None) -> None:
+    assert estimate.fits is fits
+    data = json.loads(json.dumps(estimate.to_json()))
+    assert data["fits"] is fits
+    assert Estimate.from_json(data) == estimate
+
+
 @pytest.mark.parametrize("name", PRINTED)
 def test_text(name: str) -> None:
     assert f"{PRINTED[name]}\n" == (GOLDEN / f"{name}.txt").read_text()
 
 
-@pytest.mark.parametrize("record", [DEVICE, OOM, RUN, RUN.plan, EXACT])
+@pytest.mark.parametrize("record", [DEVICE, OOM, RUN, RUN.plan, EXACT, FITS])
 def test_records_are_frozen(record: object) -> None:
     field = dataclasses.fields(record)[0].name  # type: ignore[arg-type]
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 from oomproof.records import Device, Phase
+from oomproof.tracing import Compiled, Trace, Workload
 
 Data = Any
 Logs = Any
@@ -167,3 +168,12 @@ class Backend(Protocol):
 
     def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
         """(loss, gradients) of the whole batch, with at most `micro` samples at a time."""
+
+    def trace(self, model: Any, workload: Workload) -> Trace:
+        """The step as it would run, from shapes alone. The model stays as it was."""
+
+    def why_not_compile(self, workload: Workload) -> str | None:
+        """`None` where `compile` can answer, else what is missing, in words."""
+
+    def compile(self, model: Any, workload: Workload, memory: int | None) -> Compiled:
+        """What XLA says the step needs, compiled and not run, on a card with that much memory."""

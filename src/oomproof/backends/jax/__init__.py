@@ -26,6 +26,7 @@ from oomproof.backends.jax.gradients import full_batch_gradients
 from oomproof.backends.jax.state import live_state
 from oomproof.backends.jax.step import JaxStep
 from oomproof.records import Phase
+from oomproof.tracing import Compiled, Trace, Workload
 
 
 class JaxBackend:
@@ -75,6 +76,22 @@ class JaxBackend:
 
     def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
         return full_batch_gradients(loss_fn, variables, data, micro)
+
+    def trace(self, model: Any, workload: Workload) -> Trace:
+        # Loaded when it is used: training needs none of it.
+        from oomproof.backends.jax.trace import trace
+
+        return trace(model, workload)
+
+    def why_not_compile(self, workload: Workload) -> str | None:
+        from oomproof.backends.jax.compile import why_not
+
+        return why_not(workload)
+
+    def compile(self, model: Any, workload: Workload, memory: int | None) -> Compiled:
+        from oomproof.backends.jax.compile import compile_step
+
+        return compile_step(model, workload, memory)
 
 
 def _on_state(model: Any, run: RunBatch, phase: Phase, state: Any, iterator: Iterator[Any]) -> Any:

@@ -25,8 +25,9 @@ from oomproof.backends.tensorflow.gradients import full_batch_gradients
 from oomproof.backends.tensorflow.pieces import take
 from oomproof.backends.tensorflow.step import TensorFlowStep
 from oomproof.backends.tensorflow.writes import PendingWrites
-from oomproof.errors import UnsupportedModelError
+from oomproof.errors import BackendError, UnsupportedModelError
 from oomproof.records import Phase
+from oomproof.tracing import Compiled, Trace, Workload
 
 # Asked for in every step and slow to compute.
 _specs: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -79,6 +80,18 @@ class TensorFlowBackend:
 
     def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
         return full_batch_gradients(loss_fn, variables, data, micro)
+
+    def trace(self, model: Any, workload: Workload) -> Trace:
+        # Loaded when it is used: training needs none of it.
+        from oomproof.backends.tensorflow.trace import trace
+
+        return trace(model, workload)
+
+    def why_not_compile(self, workload: Workload) -> str | None:
+        return "programs of TensorFlow cannot be compiled for a card without running them yet"
+
+    def compile(self, model: Any, workload: Workload, memory: int | None) -> Compiled:
+        raise BackendError(f"{self.why_not_compile(workload)}. Use engine=\"trace\".")
 
 
 def _on_iterator(model: Any, run: RunBatch, phase: Phase, iterator: Iterator[Any]) -> Any:

@@ -22,8 +22,9 @@ from oomproof.backends.torch.device import TorchMemory
 from oomproof.backends.torch.engine import TorchEngine, take
 from oomproof.backends.torch.gradients import full_batch_gradients
 from oomproof.backends.torch.step import TorchStep
-from oomproof.errors import UnsupportedModelError
+from oomproof.errors import BackendError, UnsupportedModelError
 from oomproof.records import Phase
+from oomproof.tracing import Compiled, Trace, Workload
 
 
 class TorchBackend:
@@ -80,6 +81,18 @@ class TorchBackend:
 
     def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
         return full_batch_gradients(loss_fn, variables, _as_arrays(data), micro)
+
+    def trace(self, model: Any, workload: Workload) -> Trace:
+        # Loaded when it is used: training needs none of it.
+        from oomproof.backends.torch.trace import trace
+
+        return trace(model, workload)
+
+    def why_not_compile(self, workload: Workload) -> str | None:
+        return "programs of torch are not planned by XLA"
+
+    def compile(self, model: Any, workload: Workload, memory: int | None) -> Compiled:
+        raise BackendError(f'{self.why_not_compile(workload)}. Use engine="trace".')
 
 
 def _on_list(model: Any, run: RunBatch, phase: Phase, batches: Sequence[Any]) -> Any:

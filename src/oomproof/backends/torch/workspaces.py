@@ -1,0 +1,120 @@
+"""Memory that kernels take besides their results, which no fake tensor shows. Modelled, not measured.
+
+Two kinds: what a kernel takes for as long as it runs, and what a library takes once and keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from oomproof.tracing import Buffer, Target
+
+_aten = torch.ops.aten
+_MIB = 2**20
+# torch gives cuBLAS its workspace from its own allocator, once for each handle.
+_CUBLAS = {False: 8 * _MIB + 128 * 2**10, True: 32 * _MIB}
+_HOPPER = (9, 0)
+_FLOAT = 4
+_MULTIPLIES = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addmv, _aten.mv, _aten.dot}
+
+
+class Workspaces:
+    """Says how much an op takes besides its results on the target."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._multiplied = False
+
+    def __call__(self, func: Any, args: Any, results: Any) -> int:
+        kind = func.overloadpacket
+        self._multiplied = self._multiplied or kind in _MULTIPLIES
+        rule = (_ON_GPU if self._target.gpu else _ON_CPU).get(kind)
+        return rule(args, results) if rule is not None else 0
+
+    def lasting(self, ops: int) -> tuple[Buffer, ...]:
+        """What libraries keep from the first step on."""
+        if not self._multiplied or not self._target.gpu:
+            return ()
+        return (Buffer(_CUBLAS[self._target.capability >= _HOPPER], -1, ops, "temporary", ""),)
+
+
+def _convolution(args: Any, results: Any) -> int:
+    """cuDNN computes with channels last. Where they are not, it copies; weights are copied into that layout."""
+    inputs, weights = args[0], args[1]
+    return _bytes(weights) + _relaid(inputs) + _relaid(results)
+
+
+def _convolution_backward(args: Any, results: Any) -> int:
+    """As forward. The gradient by the weights is summed up in single precision, in parts."""
+    gradient, inputs, weights = args[0], args[1], args[2]
+    return _bytes(weights) + int(weights.numel()) * _FLOAT + _relaid(gradient) + _relaid(inputs)
+
+
+def _flash_backward(args: Any, results: Any) -> int:
+    """The gradient by the queries is summed up in single precision, over lengths and heads rounded up."""
+    batch, heads, length, size = args[1].shape
+    rows = batch * heads * _rounded(length, 128)
+    return int(rows * (_rounded(size, 32) + 1) * _FLOAT)
+
+
+def _efficient_backward(args: Any, results: Any) -> int:
+    """The gradient by the queries is summed up in single precision where it is not in that already."""
+    query = args[1]
+    rows = query.numel() // query.shape[-1]
+    summed = query.numel() if query.element_size() < _FLOAT else 0
+    return int(rows + summed) * _FLOAT
+
+
+def _embedding_backward(args: Any, results: Any) -> int:
+    """Indices are sorted: sorted ones, where they came from, and as much again to sort in."""
+    return 4 * _bytes(args[1])
+
+
+def _pooling_backward(args: Any, results: Any) -> int:
+    """Gradient and indices are copied into the layout of the input where they are in another."""
+    gradient, inputs, indices = args[0], args[1], args[-1]
+    return _copies(_layout(inputs), gradient, indices)
+
+
+def _pooling_backward_on_cpu(args: Any, results: Any) -> int:
+    """There the gradient sets the layout."""
+    return _copies(_layout(args[0]), results, args[-1])
+
+
+def _copies(layout: torch.memory_format, *tensors: Any) -> int:
+    return sum(_bytes(tensor) for tensor in tensors if not tensor.is_contiguous(memory_format=layout))
+
+
+def _layout(tensor: Any) -> torch.memory_format:
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last and not tensor.is_contiguous() else torch.contiguous_format
+
+
+def _relaid(tensor: Any) -> int:
+    layout = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d if tensor.dim() == 5 else None
+    return 0 if layout is None or tensor.is_contiguous(memory_format=layout) else _bytes(tensor)
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _rounded(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+_Rules = dict[Any, Callable[[Any, Any], int]]
+_ON_CPU: _Rules = {
+    _aten.max_pool2d_with_indices_backward: _pooling_backward_on_cpu,
+}
+_ON_GPU: _Rules = {
+    _aten.max_pool2d_with_indices_backward: _pooling_backward,
+    _aten.convolution: _convolution,
+    _aten.convolution_backward: _convolution_backward,
+    _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+    _aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
+    _aten.embedding_dense_backward: _embedding_backward,
+}

@@ -1,0 +1,236 @@
+"""A traced step replayed through the allocator that would run it: what is in use, and when it is most.
+
+Three sets of rules: TensorFlow's and JAX's allocator (BFC), torch's caching allocator, and XLA's plan, which puts
+everything temporary into one block.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from oomproof.tracing import Buffer, Trace
+
+_MIB = 2**20
+# The size of a segment that nothing is too large for.
+ENDLESS = 2**60
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """What became of a trace.
+
+    Attributes:
+        peak: Bytes in use when they are most, as the framework itself reports them.
+        reserved: Bytes the allocator needs from the device for that, fragments included.
+        at: The op during which they are most.
+        live: What was allocated then.
+        timeline: Bytes in use during each op.
+    """
+
+    peak: int
+    reserved: int
+    at: int
+    live: tuple[Buffer, ...]
+    timeline: tuple[int, ...]
+
+
+def replay(trace: Trace) -> Replay:
+    """Runs the allocations of a step as the trace's allocator would."""
+    return _planned(trace) if trace.allocator == "xla" else _one_by_one(trace, Heap(RULES[trace.allocator]))
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How an allocator that serves one request after the other decides.
+
+    Attributes:
+        unit: Sizes are rounded up to a multiple of it.
+        segment: How much it takes from the device for a request that fits nowhere.
+        pool: Blocks are given only to requests of their segment's pool.
+        splits: Whether of a block of the first size, asked for the second, the rest is kept apart.
+    """
+
+    unit: int
+    segment: Callable[[int], int]
+    pool: Callable[[int], int]
+    splits: Callable[[int, int], bool]
+
+
+RULES = {
+    # One region from the start, that nothing is too large for. A block that is not split counts as used whole.
+    "bfc": Rules(
+        unit=256,
+        segment=lambda size: ENDLESS,
+        pool=lambda size: 0,
+        splits=lambda block, size: block >= 2 * size or block - size >= 128 * _MIB,
+    ),
+    "caching": Rules(
+        unit=512,
+        segment=lambda size: 2 * _MIB if size <= _MIB else 20 * _MIB if size < 10 * _MIB else _up(size, 2 * _MIB),
+        pool=lambda size: int(size > _MIB),
+        splits=lambda block, size: block - size >= 512 if size <= _MIB else block - size > _MIB,
+    ),
+}
+
+
+class _Block:
+    """A part of a segment, free or in use, between its neighbours."""
+
+    __slots__ = ("after", "before", "free", "number", "pool", "segment", "size", "start")
+
+    def __init__(self, number: int, segment: int, pool: int, start: int, size: int) -> None:
+        self.number, self.segment, self.pool, self.start, self.size = number, segment, pool, start, size
+        self.free = True
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+
+
+class Heap:
+    """Serves requests one after the other: the smallest free block that fits, split or whole, else a new segment.
+
+    Attributes:
+        in_use: Bytes of the blocks that are handed out.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.in_use = 0
+        # Of each segment, what was taken from the device; of the endless one, how far it was ever used.
+        self._taken: dict[int, int] = {}
+        # The free blocks of each pool, by size and age.
+        self._free: dict[int, list[tuple[int, int, _Block]]] = {}
+        self._count = 0
+
+    @property
+    def reserved(self) -> int:
+        """Bytes taken from the device."""
+        return sum(self._taken.values())
+
+    def take(self, size: int) -> _Block:
+        size = _up(max(1, size), self.rules.unit)
+        pool = self.rules.pool(size)
+        free = self._free.setdefault(pool, [])
+        place = bisect.bisect_left(free, (size,))
+        if place == len(free):
+            self._new_segment(self.rules.segment(size), pool)
+            place = bisect.bisect_left(free, (size,))
+        block = free.pop(place)[2]
+        block.free = False
+        if self.rules.splits(block.size, size):
+            self._split(block, size)
+        self.in_use += block.size
+        self._taken[block.segment] = max(self._taken[block.segment], block.start + block.size)
+        return block
+
+    def give(self, block: _Block) -> None:
+        self.in_use -= block.size
+        if block.after is not None and block.after.free:
+            self._merge(block, block.after)
+        if block.before is not None and block.before.free:
+            block = block.before
+            self._free_list_without(block)
+            self._merge(block, block.after)
+        self._keep(block)
+
+    def _new_segment(self, size: int, pool: int) -> None:
+        self._count += 1
+        self._taken[self._count] = 0 if size == ENDLESS else size
+        self._keep(_Block(self._count, self._count, pool, 0, size))
+
+    def _split(self, block: _Block, size: int) -> None:
+        self._count += 1
+        rest = _Block(self._count, block.segment, block.pool, block.start + size, block.size - size)
+        rest.before, rest.after = block, block.after
+        if rest.after is not None:
+            rest.after.before = rest
+        block.after, block.size = rest, size
+        self._keep(rest)
+
+    def _merge(self, block: _Block, after: _Block | None) -> None:
+        assert after is not None
+        if after.free:
+            self._free_list_without(after)
+        block.size += after.size
+        block.after = after.after
+        if block.after is not None:
+            block.after.before = block
+
+    def _keep(self, block: _Block) -> None:
+        block.free = True
+        bisect.insort(self._free[block.pool], (block.size, block.number, block))
+
+    def _free_list_without(self, block: _Block) -> None:
+        free = self._free[block.pool]
+        del free[bisect.bisect_left(free, (block.size, block.number))]
+
+
+def _one_by_one(trace: Trace, heap: Heap) -> Replay:
+    count = max(1, len(trace.ops))
+    begins: list[list[int]] = [[] for _ in range(count)]
+    ends: list[list[int]] = [[] for _ in range(count)]
+    for index, buffer in enumerate(trace.buffers):
+        if buffer.start < 0:
+            heap.take(buffer.size)
+        else:
+            begins[buffer.start].append(index)
+            ends[min(buffer.end, count - 1)].append(index)
+    timeline: list[int] = []
+    # Twice: the second step finds the memory as the first one left it.
+    for _ in range(2):
+        timeline = []
+        blocks: dict[int, _Block] = {}
+        for op in range(count):
+            for index in begins[op]:
+                blocks[index] = heap.take(trace.buffers[index].size)
+            timeline.append(heap.in_use)
+            for index in ends[op]:
+                heap.give(blocks.pop(index))
+    at = int(np.argmax(timeline))
+    return Replay(timeline[at], heap.reserved, at, _live(trace, at), tuple(timeline))
+
+
+def _live(trace: Trace, op: int) -> tuple[Buffer, ...]:
+    return tuple(buffer for buffer in trace.buffers if buffer.start <= op <= buffer.end)
+
+
+def _planned(trace: Trace) -> Replay:
+    """XLA knows all lives in advance: arguments and results have their places, the rest shares one block."""
+    count = max(1, len(trace.ops))
+    lasting = [b for b in trace.buffers if b.start < 0 or b.end >= count]
+    temporary = [b for b in trace.buffers if b.start >= 0 and b.end < count]
+    base = sum(_up(max(1, b.size), 256) for b in lasting)
+    changes = np.zeros(count + 1, dtype=np.int64)
+    for buffer in temporary:
+        size = _up(max(1, buffer.size), 256)
+        changes[buffer.start] += size
+        changes[buffer.end + 1] -= size
+    timeline = base + np.cumsum(changes[:-1])
+    at = int(np.argmax(timeline))
+    peak = base + _packed(temporary)
+    return Replay(peak, peak, at, _live(trace, at), tuple(int(size) for size in timeline))
+
+
+def _packed(buffers: Sequence[Buffer]) -> int:
+    """Bytes of a block in which all of them have a place for their time: the largest first, each where it fits best."""
+    order = sorted(buffers, key=lambda b: (-b.size, b.start))
+    sizes = np.array([_up(max(1, b.size), 256) for b in order], dtype=np.int64)
+    starts = np.array([b.start for b in order])
+    ends = np.array([b.end for b in order])
+    places = np.zeros(len(order), dtype=np.int64)
+    for index in range(len(order)):
+        meets = np.flatnonzero((starts[:index] <= ends[index]) & (ends[:index] >= starts[index]))
+        meets = meets[np.argsort(places[meets], kind="stable")]
+        # The gaps between what is there already, the last one endless.
+        tops = np.maximum.accumulate(np.concatenate([[0], places[meets] + sizes[meets]]))
+        gaps = np.concatenate([places[meets], [ENDLESS]]) - tops
+        fitting = np.flatnonzero(gaps >= sizes[index])
+        places[index] = tops[fitting[np.argmin(gaps[fitting])]]
+    return int((places + sizes).max(initial=0))

@@ -1,0 +1,30 @@
+"""How far off an engine's figure may be: shares of the expected peak, below and above it.
+
+They will come from benchmarks/estimate, whose truth is measured on a GPU; until a row has been measured there its
+confidence is `None`, and what stands here is a guess from the few figures that are known.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Band(NamedTuple):
+    below: float
+    above: float
+    confidence: float | None = None
+
+
+_BANDS = {
+    ("compile", "jax", "compiled"): Band(0.02, 0.05),
+    ("compile", "tensorflow", "compiled"): Band(0.05, 0.08),
+    ("trace", "jax", "compiled"): Band(0.08, 0.10),
+    ("trace", "tensorflow", "compiled"): Band(0.15, 0.20),
+    ("trace", "tensorflow", "graph"): Band(0.08, 0.15),
+    ("trace", "torch", "eager"): Band(0.05, 0.10),
+}
+_UNKNOWN = Band(0.2, 0.3)
+
+
+def band_of(engine: str, backend: str, mode: str) -> Band:
+    return _BANDS.get((engine, backend, mode), _UNKNOWN)

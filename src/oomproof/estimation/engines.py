@@ -1,0 +1,75 @@
+"""What an engine is asked, what it answers, and which one is asked.
+
+An engine is a module of this package with two functions: `why_not(question)`, `None` or why it cannot answer here, and
+`answer(question)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+from oomproof.backends.base import Backend
+from oomproof.devices import Gpu
+from oomproof.errors import BackendError
+from oomproof.tracing import Trace, Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A step, and where it is to run.
+
+    Attributes:
+        backend: The framework.
+        model: Built, and compiled unless it is only to predict.
+        workload: The step.
+        gpu: The card, or `None` where none is named.
+    """
+
+    backend: Backend
+    model: Any
+    workload: Workload
+    gpu: Gpu | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What an engine found out.
+
+    Attributes:
+        trace: The step, allocation by allocation.
+        peak: Bytes at the peak, where the engine knows better than a replay of the trace.
+        notes: What to know about it, in words.
+    """
+
+    trace: Trace
+    peak: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+# In the order in which "auto" asks them: the more exact first.
+ENGINES = ("compile", "trace")
+
+
+def engine_for(name: str, question: Question) -> tuple[str, Any]:
+    """(name, module) of the engine to ask.
+
+    Raises:
+        ValueError: For an unknown name.
+        BackendError: For an engine that cannot answer here.
+    """
+    if name != "auto" and name not in ENGINES:
+        raise ValueError(f'Expected `engine` to be one of "auto", {_listed(ENGINES)}. Received: engine={name!r}')
+    reasons = []
+    for each in ENGINES if name == "auto" else (name,):
+        engine = importlib.import_module(f"oomproof.estimation.{each}")
+        reason = engine.why_not(question)
+        if reason is None:
+            return each, engine
+        reasons.append(f"engine {each!r} cannot be used: {reason}")
+    raise BackendError("; ".join(reasons))
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(f'"{name}"' for name in names)

@@ -1,0 +1,277 @@
+"""`estimate` and `max_batch_size`: from a model and a batch size to figures a user can act on."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import tree
+from keras.src.trainers.trainer import model_supports_jit
+
+from oomproof import devices
+from oomproof.backends import current
+from oomproof.backends.base import Backend
+from oomproof.errors import CannotFitError
+from oomproof.estimation.allocator import Replay, replay
+from oomproof.estimation.bands import band_of
+from oomproof.estimation.engines import Answer, Question, engine_for
+from oomproof.estimation.search import largest
+from oomproof.estimation.workloads import InputShape, check_batch_size, computed_in, describe
+from oomproof.records import Estimate, Phase
+from oomproof.tracing import Buffer, Target, Trace
+from oomproof.units import format_bytes, tensor_bytes
+
+_POINTS = 500
+
+
+def estimate(
+    model: Any,
+    batch_size: int,
+    *,
+    gpu: str | None = None,
+    memory: int | str | None = None,
+    engine: str = "auto",
+    phase: Phase = "train",
+    precision: str | None = None,
+    micro_batch_size: int | None = None,
+    jit: bool | None = None,
+    input_shape: InputShape = None,
+) -> Estimate:
+    """Says how much memory a step will take, without running it. The GPU need not be there.
+
+    Args:
+        model: A Keras model, compiled unless `phase` is `"predict"`. It stays as it was; one that is not built yet is
+            built.
+        batch_size: Samples in a batch.
+        gpu: A card of the catalogue, such as `"rtx-4090"`; `oomproof gpus` lists them. The one in this machine when
+            neither this nor `memory` is given.
+        memory: The memory of a card that is not in the catalogue, in bytes or as `"24GiB"`.
+        engine: `"trace"`, `"compile"`, or `"auto"` for the most exact one that works here.
+        phase: `"train"`, `"test"` (evaluate) or `"predict"`.
+        precision: Another dtype policy than the model has, such as `"mixed_bfloat16"`.
+        micro_batch_size: Estimate for batches that are run in pieces of at most this size, as `guard` does.
+        jit: Whether the step is compiled; by default as Keras would decide on a machine with that GPU.
+        input_shape: The shape of a sample, where the model leaves it open: a tuple, a list of them for several inputs,
+            or a dict by name. A dtype may stand last: `(128, "int32")`.
+
+    Returns:
+        An `Estimate`. Printed, it is a table.
+
+    Raises:
+        TypeError, ValueError: For arguments that make no sense, shapes that are open, a card that is not known.
+        UnsupportedModelError: For a model that cannot be traced.
+        BackendError: For an engine that cannot be used here.
+
+    Example:
+        >>> e = oomproof.estimate(model, 256, gpu="a100-40gb")
+        >>> e.fits, e.by_layer[:5]
+    """
+    began = time.perf_counter()
+    check_batch_size(batch_size)
+    _check_model(model, phase)
+    if micro_batch_size is not None:
+        check_batch_size(micro_batch_size, "micro_batch_size")
+    backend = current()
+    card = _card(gpu, memory)
+    pieces = micro_batch_size is not None and micro_batch_size < batch_size
+    size = min(batch_size, micro_batch_size or batch_size)
+    target = Target(True, card.capability) if card is not None else Target()
+    with computed_in(model, precision) as policy:
+        compiled = _is_compiled(model, backend) if jit is None else jit
+        workload = describe(model, size, phase, compiled, target, input_shape)
+        question = Question(backend, model, workload, card)
+        name, module = engine_for(engine, question)
+        answer: Answer = module.answer(question)
+    mode = _mode(backend, compiled, model)
+    if pieces:
+        answer = _in_pieces(answer, model, workload, batch_size, backend)
+    replayed = replay(answer.trace)
+    peak = replayed.peak if answer.peak is None else answer.peak
+    live = _scaled(replayed, peak)
+    band = band_of(name, backend.name, mode)
+    reserved = max(peak, replayed.reserved)
+    return Estimate(
+        model=model.name,
+        backend=backend.name,
+        mode=mode,
+        phase=phase,
+        precision=policy,
+        batch_size=batch_size,
+        micro_batch_size=micro_batch_size if pieces else None,
+        engine=name,
+        low=int(peak * (1 - band.below)),
+        expected=peak,
+        high=int(peak * (1 + band.above)),
+        confidence=band.confidence,
+        gpu=None if card is None else str(card),
+        limit=None if card is None else card.usable(backend.name),
+        driver=None if card is None else card.shown(backend.name, reserved),
+        by_category=_summed(((buffer.category, size) for buffer, size in live), peak, "temporary"),
+        by_layer=tuple(_summed(((buffer.layer, size) for buffer, size in live), peak, "").items()),
+        peak_at=_moment(answer.trace, replayed),
+        timeline=_thinned(replayed.timeline),
+        seconds=time.perf_counter() - began,
+        notes=answer.notes,
+    )
+
+
+def max_batch_size(
+    model: Any,
+    *,
+    gpu: str | None = None,
+    memory: int | str | None = None,
+    engine: str = "auto",
+    phase: Phase = "train",
+    precision: str | None = None,
+    jit: bool | None = None,
+    input_shape: InputShape = None,
+) -> int:
+    """The largest batch whose step fits on the card even if its peak is as high as it may be.
+
+    Args:
+        model: As for `estimate`, like everything else.
+        gpu: As for `estimate`.
+        memory: As for `estimate`.
+        engine: As for `estimate`.
+        phase: As for `estimate`.
+        precision: As for `estimate`.
+        jit: As for `estimate`.
+        input_shape: As for `estimate`.
+
+    Raises:
+        CannotFitError: When not even one sample fits.
+        ValueError: When no card is named and none is in this machine.
+    """
+    card = _card(gpu, memory)
+    if card is None:
+        raise ValueError('Expected a card to fit into: gpu="rtx-4090" or memory="24GiB". This machine has none.')
+
+    def measure(batch_size: int) -> Estimate:
+        return estimate(
+            model,
+            batch_size,
+            gpu=gpu,
+            memory=memory,
+            engine=engine,
+            phase=phase,
+            precision=precision,
+            jit=jit,
+            input_shape=input_shape,
+        )
+
+    first = measure(1)
+    assert first.limit is not None
+    if not first.fits:
+        raise CannotFitError(
+            f"One sample at a time needs {format_bytes(first.expected)}, up to {format_bytes(first.high)}, and "
+            f"{format_bytes(first.limit)} can be used on {first.gpu}. Largest: "
+            + ", ".join(f"{name} {format_bytes(size)}" for name, size in list(first.by_category.items())[:3])
+            + ". Use an optimizer with less state, a smaller model or inputs, or a card with more memory."
+        )
+    return largest(lambda batch_size: measure(batch_size).high, first.limit, first.high)
+
+
+def _check_model(model: Any, phase: str) -> None:
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"Expected a keras.Model. Received: model={model!r} (of type {type(model).__name__})")
+    if phase not in ("train", "test", "predict"):
+        raise ValueError(f'Expected `phase` to be "train", "test" or "predict". Received: phase={phase!r}')
+    if phase != "predict" and not model.compiled:
+        raise ValueError(
+            f"{model.name} is not compiled, so its optimizer and its loss are not known. Call `model.compile(...)` "
+            'first, or estimate with phase="predict".'
+        )
+
+
+def _card(gpu: str | None, memory: int | str | None) -> devices.Gpu | None:
+    if gpu is not None and memory is not None:
+        raise ValueError(f"Expected `gpu` or `memory`, not both. Received: gpu={gpu!r}, memory={memory!r}")
+    if memory is not None:
+        return devices.of_memory(memory)
+    return devices.find(gpu) if gpu is not None else devices.local()
+
+
+def _is_compiled(model: Any, backend: Backend) -> bool:
+    """Whether Keras would compile the step on a machine with a GPU. It says no to TensorFlow on one without."""
+    if model.run_eagerly:
+        return False
+    if backend.name == "tensorflow" and devices.local() is None:
+        return bool(model_supports_jit(model))
+    return bool(model.jit_compile)
+
+
+def _mode(backend: Backend, compiled: bool, model: Any) -> str:
+    if compiled:
+        return "compiled"
+    return "graph" if backend.name == "tensorflow" and not model.run_eagerly else "eager"
+
+
+def _in_pieces(answer: Answer, model: Any, workload: Any, batch_size: int, backend: Backend) -> Answer:
+    """The step of a piece, as part of a batch: the rest of the batch is there too, and what gradients are added up in.
+
+    On torch they are added up where the step has them anyway.
+    """
+    end = len(answer.trace.ops)
+    more = []
+    # Where batches wait on the host, pieces are put on the device one by one.
+    if any(buffer.category == "input" and buffer.start < 0 for buffer in answer.trace.buffers):
+        leaves = [leaf for leaf in tree.flatten((workload.x, workload.y)) if leaf is not None]
+        rest = sum(tensor_bytes((batch_size - leaf.shape[0], *leaf.shape[1:]), leaf.dtype) for leaf in leaves)
+        more.append(Buffer(rest, -1, end, "input", ""))
+    if backend.name != "torch" and workload.phase == "train":
+        more += [
+            Buffer(tensor_bytes(tuple(v.shape), v.dtype), 0, end - 1, "gradients", _layer_of(v))
+            for v in model.trainable_weights
+        ]
+    trace = dataclasses.replace(answer.trace, buffers=(*answer.trace.buffers, *more))
+    peak = None if answer.peak is None else answer.peak + sum(buffer.size for buffer in more)
+    return Answer(trace, peak, answer.notes)
+
+
+def _layer_of(variable: Any) -> str:
+    return str(variable.path).rpartition("/")[0]
+
+
+def _scaled(replayed: Replay, peak: int) -> list[tuple[Buffer, int]]:
+    """What is alive at the peak, with sizes that do not add up to more than it.
+
+    What is there before the step is known exactly. Where an engine knows the peak and the trace only who takes it, the
+    rest is taken in proportion.
+    """
+    fixed = sum(buffer.size for buffer in replayed.live if buffer.start < 0)
+    moving = sum(buffer.size for buffer in replayed.live if buffer.start >= 0)
+    factor = max(0, peak - fixed) / moving if moving else 0.0
+    if peak == replayed.peak:
+        # The difference is what the allocator rounds up and cannot use, which is nobody's.
+        factor = min(1.0, factor)
+    return [(b, b.size if b.start < 0 else int(b.size * factor)) for b in replayed.live]
+
+
+def _summed(pairs: Any, peak: int, nobody: str) -> dict[str, int]:
+    """Sums by name, largest first; what is missing to the peak goes to `nobody`."""
+    sums: collections.Counter[str] = collections.Counter()
+    for name, size in pairs:
+        sums[name] += size
+    sums[nobody] += max(0, peak - sum(sums.values()))
+    return {name: size for name, size in sums.most_common() if size}
+
+
+def _moment(trace: Trace, replayed: Replay) -> str:
+    if not trace.ops:
+        return "step"
+    op = trace.ops[replayed.at]
+    stage = {"forward": "forward pass", "backward": "backward pass", "update": "update"}[op.stage]
+    return f"{stage} of {op.layer}" if op.layer else stage
+
+
+def _thinned(timeline: Sequence[int]) -> tuple[int, ...]:
+    """At most 500 points, each the most of its stretch."""
+    if len(timeline) <= _POINTS:
+        return tuple(timeline)
+    edges = [len(timeline) * index // _POINTS for index in range(_POINTS + 1)]
+    return tuple(max(timeline[start:stop]) for start, stop in itertools.pairwise(edges))

@@ -1,0 +1,148 @@
+"""Models by name: a Keras file, a function of the user's, or one of keras.applications."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+import sys
+import zipfile
+from typing import Any
+
+import keras
+
+_FILES = (".keras", ".h5", ".hdf5")
+_ZOO = "keras.applications."
+
+
+def load(
+    source: str,
+    *,
+    input_shape: tuple[int, ...] | None = None,
+    classes: int | None = None,
+    optimizer: str = "adam",
+    precision: str | None = None,
+) -> tuple[Any, tuple[str, ...]]:
+    """The model, compiled, and what had to be assumed for that.
+
+    Args:
+        source: `"model.keras"`, `"train:build_model"` or `"keras.applications.ResNet50"`.
+        input_shape: The shape of an image, for keras.applications.
+        classes: The number of classes, for keras.applications.
+        optimizer: What a model is compiled with that is not compiled.
+        precision: The dtype policy to build with.
+
+    Raises:
+        ValueError: With what is wrong, in words.
+    """
+    usual = keras.config.dtype_policy()
+    try:
+        if precision is not None:
+            _set_policy(precision)
+        if source.startswith(_ZOO):
+            model = _from_zoo(source.removeprefix(_ZOO), input_shape, classes)
+        elif source.endswith(_FILES) or pathlib.Path(source).exists():
+            model = _from_file(pathlib.Path(source))
+        elif ":" in source:
+            model = _from_function(source)
+        else:
+            raise ValueError(
+                f"Expected a Keras file (model.keras), a function (module:function) or a model of keras.applications "
+                f"(keras.applications.ResNet50). Received: {source!r}, and there is no such file."
+            )
+    finally:
+        keras.config.set_dtype_policy(usual)
+    return model, _compiled(model, optimizer)
+
+
+def _set_policy(precision: str) -> None:
+    try:
+        keras.config.set_dtype_policy(precision)
+    except ValueError as error:
+        raise ValueError(
+            f'Expected a dtype policy such as "mixed_bfloat16" or "mixed_float16". Received: {precision!r}'
+        ) from error
+
+
+def _compiled(model: Any, optimizer: str) -> tuple[str, ...]:
+    if model.compiled:
+        return ()
+    try:
+        chosen = keras.optimizers.get(optimizer)
+    except ValueError as error:
+        raise ValueError(f'Expected an optimizer of Keras, such as "adam" or "sgd". Received: {optimizer!r}') from error
+    outputs = getattr(model, "outputs", None) or [None]
+    loss = "categorical_crossentropy" if len(outputs) == 1 and _classifies(model) else "mean_squared_error"
+    model.compile(optimizer=chosen, loss=loss)
+    return (f"the model is not compiled: {type(chosen).__name__} and {loss} were assumed",)
+
+
+def _classifies(model: Any) -> bool:
+    activation = getattr(model.layers[-1], "activation", None) if model.layers else None
+    return getattr(activation, "__name__", "") == "softmax"
+
+
+def _from_file(path: pathlib.Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"There is no file {str(path)!r}.")
+    if path.suffix == ".keras" and not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not a Keras model: a .keras file is a zip archive, and this is not one.")
+    try:
+        return keras.models.load_model(path, safe_mode=True)
+    except Exception as error:
+        text = _first_line(error)
+        if "safe_mode" in str(error) or "unsafe" in str(error).lower():
+            raise ValueError(
+                f"{path} holds Python code (a Lambda layer) that would run when it is loaded, so it was not loaded. If "
+                "you trust it, build the model in a function of yours and name that: module:function."
+            ) from error
+        raise ValueError(
+            f"{path} could not be loaded as a Keras model: {text} (If it has layers of your own, build it in a "
+            "function and name that: module:function.)"
+        ) from error
+
+
+def _from_zoo(name: str, input_shape: tuple[int, ...] | None, classes: int | None) -> Any:
+    known = [each for each in dir(keras.applications) if each[:1].isupper()]
+    if name not in known:
+        raise ValueError(f"keras.applications has no {name!r}. It has: {', '.join(known)}.")
+    options: dict[str, Any] = {"weights": None}
+    options |= {} if input_shape is None else {"input_shape": input_shape}
+    options |= {} if classes is None else {"classes": classes}
+    try:
+        return getattr(keras.applications, name)(**options)
+    except ValueError as error:
+        raise ValueError(f"keras.applications.{name} could not be built: {_first_line(error)}") from error
+
+
+def _from_function(source: str) -> Any:
+    module_name, _, function_name = source.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name == module_name.split(".")[0]:
+            raise ValueError(f"There is no module {module_name!r} here or among what is installed.") from error
+        raise ValueError(f"{module_name} could not be imported: {_first_line(error)}") from error
+    except Exception as error:
+        raise ValueError(f"{module_name} could not be imported: {_described(error)}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"Module {module_name!r} has no function {function_name!r}.")
+    try:
+        model = function()
+    except Exception as error:
+        raise ValueError(f"{source} failed: {_described(error)}") from error
+    if not isinstance(model, keras.Model):
+        raise ValueError(f"Expected {source} to return a keras.Model. Received: {type(model).__name__}")
+    return model
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"

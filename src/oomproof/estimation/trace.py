@@ -1,0 +1,14 @@
+"""The engine that is always there: the real step traced on shapes, and replayed through the allocator's rules."""
+
+from __future__ import annotations
+
+from oomproof.estimation.engines import Answer, Question
+
+
+def why_not(question: Question) -> str | None:
+    return None
+
+
+def answer(question: Question) -> Answer:
+    trace = question.backend.trace(question.model, question.workload)
+    return Answer(trace, notes=trace.notes)

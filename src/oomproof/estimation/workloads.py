@@ -1,0 +1,250 @@
+"""What a step of a model is given, from the model itself: shapes and dtypes of inputs and targets."""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+from keras import tree
+from keras.src import backend as keras_backend
+
+from oomproof.errors import UnsupportedModelError
+from oomproof.records import Phase
+from oomproof.tracing import Spec, Target, Workload
+
+InputShape = Any
+
+
+def describe(
+    model: Any, batch_size: int, phase: Phase, jit: bool, target: Target, input_shape: InputShape = None
+) -> Workload:
+    """The step that `fit`, `evaluate` or `predict` would run with batches of this size."""
+    x = inputs_of(model, batch_size, input_shape)
+    y = None if phase == "predict" else targets_of(model, x)
+    return Workload(x, y, phase, jit, target)
+
+
+def check_batch_size(batch_size: object, name: str = "batch_size") -> int:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Integral):
+        raise TypeError(f"Expected `{name}` to be an int. Received: {name}={batch_size!r}")
+    if batch_size < 1:
+        raise ValueError(f"Expected `{name}` to be at least 1. Received: {name}={batch_size!r}")
+    return int(batch_size)
+
+
+# Inputs
+
+
+def inputs_of(model: Any, batch_size: int, input_shape: InputShape) -> Any:
+    """The model's inputs with a `Spec` in the place of each tensor."""
+    declared = _declared(model)
+    if declared is None:
+        if input_shape is None:
+            raise ValueError(
+                f"{_name(model)} does not say what its inputs look like: it has no `Input` and has never been called. "
+                "Give the shape of a sample, without the batch: input_shape=(224, 224, 3), --input-shape 224,224,3 "
+                "(or 128:int32 for a sequence of 128 numbers of another dtype than float32)."
+            )
+        declared = tree.map_structure_up_to(_outline(input_shape), lambda leaf: _Declared("input", leaf), input_shape)
+        return tree.map_structure(lambda leaf: leaf.spec(batch_size, None), declared)
+    leaves = tree.flatten(declared)
+    given = _given_for(leaves, input_shape)
+    specs = [leaf.spec(batch_size, shape) for leaf, shape in zip(leaves, given, strict=True)]
+    return tree.pack_sequence_as(declared, specs)
+
+
+class _Declared:
+    """An input as the model declares it.
+
+    Args:
+        name: Its name.
+        shape: Something with a shape, batch first, or the shape of a sample.
+    """
+
+    def __init__(self, name: str, shape: Any) -> None:
+        self.name = name
+        self.batch: int | None = None
+        self.dtype = "float32"
+        if hasattr(shape, "shape"):
+            self.batch, *rest = shape.shape
+            self.shape = tuple(rest)
+            self.dtype = keras.backend.standardize_dtype(shape.dtype) if shape.dtype is not None else "float32"
+        else:
+            *rest, last = shape
+            if isinstance(last, str):
+                self.dtype = keras.backend.standardize_dtype(last)
+                shape = tuple(rest)
+            self.shape = tuple(shape)
+
+    def spec(self, batch_size: int, given: Any) -> Spec:
+        shape, dtype = self.shape, self.dtype
+        if given is not None:
+            asked = _Declared(self.name, given)
+            if len(asked.shape) != len(shape) or any(
+                known is not None and known != size for known, size in zip(shape, asked.shape, strict=True)
+            ):
+                raise ValueError(
+                    f"Input {self.name!r} of the model has the shape {_text(shape)}, without the batch. "
+                    f"Received: input_shape={_text(asked.shape)}, which does not agree with it."
+                )
+            shape = asked.shape
+            # Keras remembers of a call without `Input` which shape it had, not which dtype.
+            dtype = asked.dtype if isinstance(given[-1], str) else dtype
+        if any(size is None for size in shape):
+            missing = [index for index, size in enumerate(shape) if size is None]
+            raise ValueError(
+                f"Input {self.name!r} of the model has the shape {_text(shape)}, without the batch: "
+                f"{'dimension' if len(missing) == 1 else 'dimensions'} {', '.join(map(str, missing))} "
+                f"can be anything, and memory depends on it. Give the largest you will train with: "
+                f"input_shape={_text(tuple(size or 512 for size in shape))}, "
+                f"--input-shape {','.join(str(size or 512) for size in shape)}."
+            )
+        if any(isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1 for size in shape):
+            raise ValueError(f"Expected sizes of at least 1. Received: input_shape={_text(shape)}")
+        if self.batch is not None and self.batch != batch_size:
+            raise ValueError(
+                f"Input {self.name!r} of the model has a fixed batch size of {self.batch}. "
+                f"Received: batch_size={batch_size}"
+            )
+        return Spec((batch_size, *(int(size) for size in shape)), dtype)
+
+
+def _declared(model: Any) -> Any:
+    """Inputs in the structure they are passed in, or `None` where the model knows nothing about them."""
+    functional = model if hasattr(model, "_inputs_struct") else getattr(model, "_functional", None)
+    if functional is not None:
+        return tree.map_structure(lambda tensor: _Declared(tensor.name, tensor), functional._inputs_struct)
+    shapes = getattr(model, "_build_shapes_dict", None)
+    if not shapes or len(shapes) != 1:
+        return None
+    (shape,) = shapes.values()
+    if isinstance(shape, Mapping):
+        return {name: _Declared(name, tuple(one[1:])) for name, one in shape.items()}
+    if shape and isinstance(shape[0], list | tuple):
+        return [_Declared(f"input {index}", tuple(one[1:])) for index, one in enumerate(shape)]
+    return _Declared("input", tuple(shape[1:]))
+
+
+def _outline(shape: Any) -> Any:
+    """The structure of `input_shape` above its shapes."""
+    if isinstance(shape, Mapping):
+        return dict.fromkeys(shape, 0)
+    if isinstance(shape, list):
+        return [0 for _ in shape]
+    return 0
+
+
+def _given_for(leaves: list[_Declared], input_shape: Any) -> list[Any]:
+    """What the user says of each input, or `None` for those nothing is said of."""
+    if input_shape is None:
+        return [None] * len(leaves)
+    if isinstance(input_shape, Mapping):
+        unknown = set(input_shape) - {leaf.name for leaf in leaves}
+        if unknown:
+            raise ValueError(
+                f"The model has no input {sorted(unknown)[0]!r}. Its inputs: {', '.join(leaf.name for leaf in leaves)}."
+            )
+        return [input_shape.get(leaf.name) for leaf in leaves]
+    shapes = input_shape if isinstance(input_shape, list) else [input_shape]
+    if len(shapes) != len(leaves):
+        raise ValueError(
+            f"The model has {len(leaves)} inputs ({', '.join(leaf.name for leaf in leaves)}). "
+            f"Received: {len(shapes)} shapes. Name them: {leaves[0].name}=…"
+        )
+    return list(shapes)
+
+
+def _text(shape: tuple[Any, ...]) -> str:
+    return (
+        "(" + ", ".join("?" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "") + ")"
+    )
+
+
+def _name(model: Any) -> str:
+    return str(getattr(model, "name", type(model).__name__))
+
+
+# Targets
+
+
+def targets_of(model: Any, x: Any) -> Any:
+    """What the model's losses compare its outputs with, or `None` for a model that has no such loss."""
+    compiled = model._compile_loss
+    if compiled is None:
+        return None
+    outputs = _outputs(model, x)
+    return tree.map_structure(_target, outputs, _losses_like(compiled._user_loss, outputs, model))
+
+
+def _outputs(model: Any, x: Any) -> Any:
+    symbols = tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), x)
+    try:
+        found = keras_backend.compute_output_spec(model, symbols)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{_name(model)} could not be called with inputs of the shape "
+            f"{', '.join(str(spec.shape) for spec in tree.flatten(x))}: {str(error).strip().splitlines()[0]}"
+        ) from error
+    return tree.map_structure(lambda tensor: Spec(tuple(tensor.shape), str(tensor.dtype)), found)
+
+
+def _losses_like(loss: Any, outputs: Any, model: Any) -> Any:
+    """The loss of each output, in the structure of the outputs."""
+    count = len(tree.flatten(outputs))
+    if isinstance(loss, Mapping):
+        names = list(outputs) if isinstance(outputs, Mapping) else list(getattr(model, "output_names", ()) or ())
+        flat = [loss.get(name) for name in names]
+    elif isinstance(loss, list | tuple):
+        flat = tree.flatten(loss) if any(tree.is_nested(one) for one in loss) else list(loss)
+    else:
+        flat = [loss] * count
+    if len(flat) != count:
+        flat = [None] * count
+    return tree.pack_sequence_as(outputs, [_Loss(one) for one in flat])
+
+
+class _Loss:
+    """A loss as a leaf: some are lists of their own."""
+
+    def __init__(self, loss: Any) -> None:
+        name = loss if isinstance(loss, str) else getattr(loss, "name", None) or getattr(loss, "__name__", "")
+        self.sparse = "sparse" in str(name)
+
+
+def _target(output: Spec, loss: _Loss) -> Spec:
+    if loss.sparse:
+        return Spec(output.shape[:-1], "int32")
+    return Spec(output.shape, "float32")
+
+
+# Precision
+
+
+@contextlib.contextmanager
+def computed_in(model: Any, precision: str | None) -> Iterator[str]:
+    """The model with another dtype policy for the time being, on every layer that has the usual kind of one.
+
+    Layers that were given a policy of their own, such as a float32 head, keep it.
+    """
+    usual = model.dtype_policy
+    if precision is None:
+        yield str(usual.name)
+        return
+    try:
+        policy = keras.dtype_policies.get(precision)
+    except ValueError as error:
+        raise ValueError(
+            'Expected `precision` to be a dtype policy such as "float32", "mixed_bfloat16" or "mixed_float16". '
+            f"Received: precision={precision!r}"
+        ) from error
+    changed = [layer for layer in model._flatten_layers() if layer.dtype_policy == usual]
+    try:
+        for layer in changed:
+            layer._dtype_policy = policy
+        yield str(policy.name)
+    finally:
+        for layer in changed:
+            layer._dtype_policy = usual

@@ -1,0 +1,145 @@
+"""A training step as a list of allocations: what backends trace, and what estimation replays. Nothing is run for it.
+
+Time is counted in ops: op `i` allocates its results and its workspace, runs, and after it everything is freed that
+nobody needs any more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from oomproof.records import Phase
+
+Category = Literal["weights", "gradients", "optimizer", "activations", "input", "temporary"]
+Stage = Literal["forward", "backward", "update"]
+# How memory is handed out: TensorFlow's and JAX's allocator op by op, one program planned by XLA, torch's allocator.
+Allocator = Literal["bfc", "xla", "caching"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spec:
+    """Shape, batch included, and dtype of a tensor of the batch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """The device a step is traced for. It need not be there.
+
+    Attributes:
+        gpu: A GPU, or the CPU of this machine.
+        capability: Compute capability of the GPU.
+    """
+
+    gpu: bool = True
+    capability: tuple[int, int] = (8, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Workload:
+    """One step that is to be traced.
+
+    Attributes:
+        x: The model's inputs, in the structure `fit` is given them in, with a `Spec` in the place of each tensor.
+        y: The targets, likewise; `None` for `"predict"` and for models without.
+        phase: Training, evaluation or prediction.
+        jit: Whether the step is compiled (XLA on TensorFlow and JAX, torch.compile on torch).
+        target: Where it is to run.
+    """
+
+    x: Any
+    y: Any
+    phase: Phase
+    jit: bool
+    target: Target = Target()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Op:
+    """A moment of the step.
+
+    Attributes:
+        name: What the framework calls the op.
+        stage: The part of the step it belongs to.
+        layer: Path of the layer it computes, such as `"encoder/block_1/dense"`; empty for none.
+    """
+
+    name: str
+    stage: Stage
+    layer: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buffer:
+    """An allocation.
+
+    Attributes:
+        size: Bytes asked for. The allocator rounds.
+        start: The op that allocates it; -1 for what is there before the step.
+        end: The op after which it is free; the number of ops for what is there after the step.
+        category: What it is for. What the forward pass makes and the backward pass needs is `"activations"`;
+            a gradient with respect to a weight is one of the `"gradients"`; the rest is `"temporary"`.
+        layer: The layer whose op made it, or whose weight or weight's gradient or slot it is; empty for none.
+    """
+
+    size: int
+    start: int
+    end: int
+    category: Category
+    layer: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A step, as it would run.
+
+    Attributes:
+        allocator: The rules memory is handed out by.
+        ops: In the order they run.
+        buffers: Every allocation.
+        notes: What the trace could not know, in words.
+    """
+
+    allocator: Allocator
+    ops: tuple[Op, ...]
+    buffers: tuple[Buffer, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Workspace:
+    """Bytes that convolutions take while they run, beyond what a program shows: what to expect, and what at most."""
+
+    expected: int
+    upper: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What a compiled step needs, in bytes, by XLA's own account.
+
+    Attributes:
+        arguments: State and batch.
+        outputs: What the step returns.
+        aliased: The part of the outputs that takes the place of arguments.
+        temporary: One block for everything in between.
+        workspace: Modelled, and not part of `peak`: nothing when compiled on the GPU itself, whose choice of
+            algorithms is in `temporary` already.
+        seconds: How long tracing and compiling took.
+        notes: What this cannot know, in words.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporary: int
+    workspace: Workspace
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.temporary + self.outputs - self.aliased

@@ -1,0 +1,147 @@
+"""The allocators' rules, by hand, and what must hold whatever is asked for."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomproof.estimation.allocator import RULES, Heap, replay
+from oomproof.tracing import Buffer, Op, Trace
+
+MIB = 2**20
+
+
+def traced(allocator, count, *spans):
+    buffers = tuple(Buffer(size, start, end, "temporary", "") for size, start, end in spans)
+    return Trace(allocator, tuple(Op("op", "forward", "") for _ in range(count)), buffers)
+
+
+def test_bfc_rounds_to_256_bytes():
+    heap = Heap(RULES["bfc"])
+    heap.take(1)
+    heap.take(257)
+    assert heap.in_use == 256 + 512
+
+
+def test_bfc_hands_out_a_block_whole_that_is_not_twice_the_request():
+    heap = Heap(RULES["bfc"])
+    first, _ = heap.take(100 * MIB), heap.take(MIB)
+    heap.give(first)
+    heap.take(60 * MIB)
+    assert heap.in_use == 101 * MIB
+
+
+def test_bfc_splits_a_block_of_twice_the_request():
+    heap = Heap(RULES["bfc"])
+    first, _ = heap.take(100 * MIB), heap.take(MIB)
+    heap.give(first)
+    heap.take(50 * MIB)
+    assert heap.in_use == 51 * MIB
+    heap.take(50 * MIB)
+    assert heap.reserved == 101 * MIB
+
+
+def test_bfc_splits_off_a_rest_of_128_mib():
+    heap = Heap(RULES["bfc"])
+    first, _ = heap.take(500 * MIB), heap.take(MIB)
+    heap.give(first)
+    heap.take(372 * MIB)
+    assert heap.in_use == 373 * MIB
+
+
+def test_neighbours_that_are_free_become_one():
+    heap = Heap(RULES["bfc"])
+    blocks = [heap.take(10 * MIB) for _ in range(3)]
+    heap.take(MIB)
+    for block in (blocks[0], blocks[2], blocks[1]):
+        heap.give(block)
+    heap.take(30 * MIB)
+    assert heap.reserved == 31 * MIB
+
+
+def test_torch_takes_segments():
+    heap = Heap(RULES["caching"])
+    heap.take(100)
+    assert (heap.in_use, heap.reserved) == (512, 2 * MIB)
+    heap.take(3 * MIB)
+    assert heap.reserved == 22 * MIB
+    heap.take(11 * MIB)
+    assert heap.reserved == 22 * MIB  # The rest of the segment before has room for it.
+    heap.take(25 * MIB + 1)
+    assert heap.reserved == 22 * MIB + 26 * MIB
+
+
+def test_torch_keeps_a_large_block_whole_for_a_rest_of_one_mib():
+    heap = Heap(RULES["caching"])
+    heap.give(heap.take(30 * MIB))
+    heap.take(29 * MIB)
+    assert heap.in_use == 30 * MIB
+
+
+def test_torch_gives_no_block_of_one_pool_to_the_other():
+    heap = Heap(RULES["caching"])
+    heap.give(heap.take(30 * MIB))
+    heap.take(1000)
+    assert heap.reserved == 32 * MIB
+
+
+@pytest.mark.parametrize("allocator", ["bfc", "xla", "caching"])
+def test_the_moment_of_the_peak(allocator):
+    trace = traced(allocator, 3, (4 * MIB, -1, 3), (8 * MIB, 0, 1), (16 * MIB, 1, 2))
+    found = replay(trace)
+    assert found.at == 1
+    assert found.peak == 28 * MIB
+    assert len(found.live) == 3
+    assert found.timeline == (12 * MIB, 28 * MIB, 20 * MIB)
+
+
+def test_xla_packs_what_does_not_meet_into_one_place():
+    found = replay(traced("xla", 4, *((MIB, op, op) for op in range(4))))
+    assert found.peak == MIB
+
+
+def test_xla_cannot_always_pack_without_a_gap():
+    # Whatever the order, the two of one MiB at the ends cannot both lie beside what is in the middle.
+    spans = [(2, 0, 1), (1, 0, 0), (1, 1, 2), (2, 2, 3), (1, 3, 3)]
+    found = replay(traced("xla", 4, *((size * MIB, start, end) for size, start, end in spans)))
+    assert found.peak >= max(found.timeline)
+
+
+def test_nothing_at_all():
+    assert replay(traced("bfc", 0)).peak == 0
+    assert replay(traced("xla", 0)).peak == 0
+
+
+spans = st.lists(
+    st.tuples(st.integers(1, 40 * MIB), st.integers(0, 30), st.integers(0, 30)).map(
+        lambda span: (span[0], min(span[1:]), max(span[1:]))
+    ),
+    max_size=60,
+)
+
+
+@given(spans, st.sampled_from(["bfc", "xla", "caching"]))
+def test_what_holds_whatever_is_asked_for(spans, allocator):
+    found = replay(traced(allocator, 31, *spans))
+    live = [sum(size for size, start, end in spans if start <= op <= end) for op in range(31)]
+    assert found.peak >= max(live)
+    assert found.reserved >= found.peak
+    # Never more than twice what is asked for, and the rounding.
+    assert found.peak <= 2 * max(live) + 512 * len(spans) + (0 if allocator != "xla" else 40 * MIB * len(spans))
+
+
+@given(spans)
+def test_blocks_in_use_never_overlap(spans):
+    heap = Heap(RULES["bfc"])
+    blocks = {}
+    for op in range(31):
+        for index, (size, start, _) in enumerate(spans):
+            if start == op:
+                blocks[index] = heap.take(size)
+        held = sorted((block.start, block.start + block.size) for block in blocks.values())
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(held))
+        assert heap.in_use == sum(block.size for block in blocks.values())
+        for index, (_, _, end) in enumerate(spans):
+            if end == op:
+                heap.give(blocks.pop(index))
