@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from oomproof import devices
 from oomproof._version import __version__
 from oomproof.errors import CannotFitError, OomproofError, RecoveryFailedError
 from oomproof.units import format_bytes, parse_budget
@@ -169,8 +170,6 @@ def max_batch_size(
 @app.command()
 def gpus() -> None:
     """List the cards that can be named, and what each framework can use of them."""
-    from oomproof import devices
-
     table = Table(box=None, pad_edge=False)
     for title in ("card", "memory", "TensorFlow", "JAX", "torch", "compute capability"):
         table.add_column(title, justify="left" if title == "card" else "right")
@@ -207,6 +206,9 @@ def _loaded(
         os.environ["KERAS_BACKEND"] = backend
     # What TensorFlow logs about the machine is not what was asked for.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if devices.local() is None:
+        # JAX would look for a GPU and say that there is none.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     shape = _shapes(shapes or [])
     from oomproof.estimation.sources import load
 

@@ -113,8 +113,8 @@ def find(name: str) -> Gpu:
     near = difflib.get_close_matches(wanted, by_plain, n=4, cutoff=0.6)
     hint = f"Near matches: {_listed(by_plain[match].name for match in near)}. " if near else ""
     raise ValueError(
-        f"There is no GPU {name!r} in the catalogue. {hint}`oomproof gpus` lists all; for another card give its memory, "
-        'such as memory="24GiB" (--memory 24GiB).'
+        f"There is no GPU {name!r} in the catalogue. {hint}`oomproof gpus` lists all; for another card give its "
+        'memory, such as memory="24GiB" (--memory 24GiB).'
     )
 
 

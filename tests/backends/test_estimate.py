@@ -253,10 +253,10 @@ def test_the_largest_batch_fits_and_a_percent_more_does_not():
 
 
 def test_not_even_one_sample():
+    # Hardly more than the frameworks keep back: about 1 MiB is left on JAX, and less than that on the others.
+    memory = {"tensorflow": "1786MiB", "jax": "2MiB", "torch": "501MiB"}[BACKEND]
     with pytest.raises(oomproof.CannotFitError, match="One sample at a time needs"):
-        oomproof.max_batch_size(
-            wide_net("adam"), memory="2GiB" if BACKEND == "tensorflow" else "501MiB", engine="trace"
-        )
+        oomproof.max_batch_size(wide_net("adam"), memory=memory, engine="trace")
 
 
 def test_no_card_to_fit_into():

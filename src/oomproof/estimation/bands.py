@@ -16,10 +16,10 @@ class Band(NamedTuple):
 
 
 _BANDS = {
-    ("compile", "jax", "compiled"): Band(0.02, 0.05),
-    ("compile", "tensorflow", "compiled"): Band(0.05, 0.08),
+    ("compile", "jax", "compiled"): Band(0.02, 0.03),
+    ("compile", "tensorflow", "compiled"): Band(0.04, 0.06),
     ("trace", "jax", "compiled"): Band(0.08, 0.10),
-    ("trace", "tensorflow", "compiled"): Band(0.15, 0.20),
+    ("trace", "tensorflow", "compiled"): Band(0.45, 0.05),
     ("trace", "tensorflow", "graph"): Band(0.08, 0.15),
     ("trace", "torch", "eager"): Band(0.05, 0.10),
 }

@@ -18,4 +18,10 @@ def answer(question: Question) -> Answer:
     memory = None if question.gpu is None else question.gpu.memory
     compiled = question.backend.compile(question.model, question.workload, memory)
     trace = question.backend.trace(question.model, question.workload)
-    return Answer(trace, compiled.peak + compiled.workspace.expected, compiled.notes)
+    workspace = compiled.workspace
+    return Answer(
+        trace,
+        peak=compiled.peak + workspace.expected,
+        unknown=(workspace.expected, workspace.upper - workspace.expected),
+        notes=compiled.notes,
+    )

@@ -40,11 +40,14 @@ class Answer:
     Attributes:
         trace: The step, allocation by allocation.
         peak: Bytes at the peak, where the engine knows better than a replay of the trace.
+        unknown: Bytes by which the peak may be lower, and higher, because of what cannot be known. The engine's
+            usual error comes on top.
         notes: What to know about it, in words.
     """
 
     trace: Trace
     peak: int | None = None
+    unknown: tuple[int, int] = (0, 0)
     notes: tuple[str, ...] = ()
 
 

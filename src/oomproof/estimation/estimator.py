@@ -104,9 +104,9 @@ def estimate(
         batch_size=batch_size,
         micro_batch_size=micro_batch_size if pieces else None,
         engine=name,
-        low=int(peak * (1 - band.below)),
+        low=int((peak - answer.unknown[0]) * (1 - band.below)),
         expected=peak,
-        high=int(peak * (1 + band.above)),
+        high=int((peak + answer.unknown[1]) * (1 + band.above)),
         confidence=band.confidence,
         gpu=None if card is None else str(card),
         limit=None if card is None else card.usable(backend.name),
@@ -212,14 +212,11 @@ def _mode(backend: Backend, compiled: bool, model: Any) -> str:
 
 
 def _in_pieces(answer: Answer, model: Any, workload: Any, batch_size: int, backend: Backend) -> Answer:
-    """The step of a piece, as part of a batch: the rest of the batch is there too, and what gradients are added up in.
-
-    On torch they are added up where the step has them anyway.
-    """
+    """The step of a piece as part of its batch, whose rest is there too, and what gradients are added up in."""
     end = len(answer.trace.ops)
     more = []
-    # Where batches wait on the host, pieces are put on the device one by one.
-    if any(buffer.category == "input" and buffer.start < 0 for buffer in answer.trace.buffers):
+    # On torch the batch waits on the host, and gradients are added up where the step has them anyway.
+    if backend.name != "torch":
         leaves = [leaf for leaf in tree.flatten((workload.x, workload.y)) if leaf is not None]
         rest = sum(tensor_bytes((batch_size - leaf.shape[0], *leaf.shape[1:]), leaf.dtype) for leaf in leaves)
         more.append(Buffer(rest, -1, end, "input", ""))
@@ -230,7 +227,7 @@ def _in_pieces(answer: Answer, model: Any, workload: Any, batch_size: int, backe
         ]
     trace = dataclasses.replace(answer.trace, buffers=(*answer.trace.buffers, *more))
     peak = None if answer.peak is None else answer.peak + sum(buffer.size for buffer in more)
-    return Answer(trace, peak, answer.notes)
+    return dataclasses.replace(answer, trace=trace, peak=peak)
 
 
 def _layer_of(variable: Any) -> str:

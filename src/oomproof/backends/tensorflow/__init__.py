@@ -25,7 +25,7 @@ from oomproof.backends.tensorflow.gradients import full_batch_gradients
 from oomproof.backends.tensorflow.pieces import take
 from oomproof.backends.tensorflow.step import TensorFlowStep
 from oomproof.backends.tensorflow.writes import PendingWrites
-from oomproof.errors import BackendError, UnsupportedModelError
+from oomproof.errors import UnsupportedModelError
 from oomproof.records import Phase
 from oomproof.tracing import Compiled, Trace, Workload
 
@@ -88,10 +88,14 @@ class TensorFlowBackend:
         return trace(model, workload)
 
     def why_not_compile(self, workload: Workload) -> str | None:
-        return "programs of TensorFlow cannot be compiled for a card without running them yet"
+        from oomproof.backends.tensorflow.compile import why_not
+
+        return why_not(workload)
 
     def compile(self, model: Any, workload: Workload, memory: int | None) -> Compiled:
-        raise BackendError(f"{self.why_not_compile(workload)}. Use engine=\"trace\".")
+        from oomproof.backends.tensorflow.compile import compile_step
+
+        return compile_step(model, workload, memory)
 
 
 def _on_iterator(model: Any, run: RunBatch, phase: Phase, iterator: Iterator[Any]) -> Any:

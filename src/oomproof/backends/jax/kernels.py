@@ -1,0 +1,111 @@
+"""What the GPU is told to do, and what XLA does besides: arrays set to zero, and copies in another order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from oomproof.backends.jax.program import Node, Value
+
+
+@dataclasses.dataclass(eq=False)
+class Kernel:
+    """One thing the GPU is told to do.
+
+    Attributes:
+        node: The operation its results come from.
+        reads: Arrays in memory.
+        makes: Arrays it writes.
+        in_place: Arrays among those it reads whose memory one of its results may take over.
+        scratch: Bytes it needs while it runs, besides.
+    """
+
+    node: Node
+    reads: list[Value]
+    makes: list[Value]
+    in_place: list[Value]
+    scratch: int = 0
+
+
+def prepared(kernels: list[Kernel]) -> list[Kernel]:
+    """The kernels, and in their places those that get something ready for them."""
+    added: dict[int, list[Kernel]] = {}
+    _stack_early(kernels, added)
+    _zeros_of_pooling(kernels)
+    _copies_across(kernels)
+    return [one for index, kernel in enumerate(kernels) for one in (*added.get(index, ()), kernel)]
+
+
+def _stack_early(kernels: list[Kernel], added: dict[int, list[Kernel]]) -> None:
+    """What loops stack their results in is set to zero before the first of them: all of one shape in one kernel."""
+    shapes: dict[tuple[tuple[int, ...], str], Kernel] = {}
+    for index, kernel in enumerate(kernels):
+        if kernel.node.name != "scan":
+            continue
+        for value in kernel.node.outputs[kernel.node.params["num_carry"] :]:
+            if value not in kernel.makes:
+                continue
+            key = (value.shape, value.dtype)
+            if key not in shapes:
+                shapes[key] = _kernel("broadcast_in_dim", kernel.node, [])
+                added.setdefault(index, []).append(shapes[key])
+            _started_by(shapes[key], kernel, value)
+
+
+def _zeros_of_pooling(kernels: list[Kernel]) -> None:
+    """The gradient of max pooling is a search for each maximum, then a scatter into zeros.
+
+    Where the ReLU of a convolution had the same shape, XLA shares its zeros: made with its result, and a copy of them
+    to scatter into.
+    """
+    for kernel in kernels:
+        if kernel.node.name != "select_and_scatter_add":
+            continue
+        gradient, result = kernel.node.inputs[0], kernel.makes[0]
+        # Of each window the maximum, and where it was, in 32-bit numbers.
+        kernel.scratch = gradient.elements * (gradient.size // max(1, gradient.elements) + 4 * len(gradient.shape))
+        for other in kernels:
+            relu = _relu_of(other)
+            alike = relu is not None and (relu.shape, relu.dtype) == (result.shape, result.dtype)
+            # With a normalisation before it, the ReLU is part of a larger kernel, and shares nothing.
+            if alike and all(r.node is None or not r.node.name.startswith("reduce") for r in other.reads):
+                _started_by(other, kernel, result, in_place=False)
+                _started_by(other, kernel, result)
+                break
+
+
+def _relu_of(kernel: Kernel) -> Value | None:
+    """The result of the ReLU that a kernel computes, be it to pool it."""
+    node: Node | None = kernel.node
+    if kernel.node.name == "reduce_window_max":
+        node = kernel.node.inputs[0].node
+    return node.outputs[0] if node is not None and node.name == "max" else None
+
+
+def _copies_across(kernels: list[Kernel]) -> None:
+    """The gradient of a transposed convolution's kernel reads images as channels: copies, made with the originals."""
+    makers = {id(value): kernel for kernel in kernels for value in kernel.makes}
+    for kernel in kernels:
+        if kernel.node.name == "conv_general_dilated" and _across(kernel.node):
+            for position, value in enumerate(kernel.reads):
+                copy = Value(value.shape, value.dtype, value.size, value.node)
+                makers.get(id(value), kernel).makes.append(copy)
+                kernel.reads[position] = copy
+
+
+def _across(node: Node) -> bool:
+    numbers = node.params["dimension_numbers"]
+    return numbers.lhs_spec[0] != 0 and any(dilation > 1 for dilation in node.params["lhs_dilation"])
+
+
+def _kernel(name: str, like: Node, reads: list[Value]) -> Kernel:
+    return Kernel(Node(name, reads, [], like.scope, {}), reads, [], [])
+
+
+def _started_by(first: Kernel, kernel: Kernel, value: Value, in_place: bool = True) -> Value:
+    """An array that a kernel finds ready, to write a result into or only to read."""
+    ready = Value(value.shape, value.dtype, value.size, first.node)
+    first.makes.append(ready)
+    kernel.reads.append(ready)
+    if in_place:
+        kernel.in_place.append(ready)
+    return ready

@@ -1,0 +1,210 @@
+"""A jaxpr without nesting: what is called is put in the place of the call, what nobody needs is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+# Primitives that only call another jaxpr, by the parameter it is under.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "remat2": "jaxpr",
+    "remat": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_lin": "jaxpr",
+}
+# These name the same bytes anew.
+_SAME_BYTES = {"reshape", "squeeze", "expand_dims", "copy", "copy_p", "stop_gradient", "optimization_barrier"}
+_SAME_BYTES |= {"name", "random_wrap", "random_unwrap", "reduce_precision", "sharding_constraint", "pvary"}
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """An array: its bytes, its elements, and what made it (`None` for what the program is given)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    size: int
+    node: Node | None = None
+    users: list[Node] = dataclasses.field(default_factory=list)
+    # The number among the program's inputs, and whether the program returns it.
+    given: int | None = None
+    returned: bool = False
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """An operation.
+
+    Attributes:
+        name: Of the primitive.
+        inputs: Arrays it reads. Numbers written into the program are not among them.
+        outputs: Arrays it makes.
+        scope: JAX's name stack, in which Keras leaves the names of layers.
+        params: Of the primitive.
+        index: Its place in the program.
+    """
+
+    name: str
+    inputs: list[Value]
+    outputs: list[Value]
+    scope: str
+    params: dict[str, Any]
+    index: int = 0
+
+
+@dataclasses.dataclass
+class Program:
+    nodes: list[Node]
+    inputs: list[Value]
+    outputs: list[Value | None]
+
+
+def flattened(closed: Any) -> Program:
+    """A closed jaxpr as one list of operations, each computed once."""
+    maker = _Maker()
+    inputs = [maker.value(variable.aval) for variable in closed.jaxpr.invars]
+    for number, value in enumerate(inputs):
+        value.given = number
+    outputs = maker.inline(closed.jaxpr, inputs, [maker.constant(c) for c in closed.consts], "", None)
+    for output in outputs:
+        if output is not None:
+            output.returned = True
+    nodes = _needed(maker.nodes, outputs)
+    for index, node in enumerate(nodes):
+        node.index = index
+        for value in dict.fromkeys(node.inputs):
+            value.users.append(node)
+    return Program(nodes, inputs, outputs)
+
+
+class _Maker:
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._seen: dict[Any, list[Value]] = {}
+        self._recomputed = 0
+
+    def value(self, aval: Any) -> Value:
+        dtype = aval.dtype
+        # The keys of random generators are arrays of another dtype.
+        itemsize = getattr(dtype, "itemsize", 8)
+        shape = tuple(int(n) for n in aval.shape)
+        return Value(shape, str(dtype), math.prod(shape) * itemsize)
+
+    def constant(self, array: Any) -> Value | None:
+        if not getattr(array, "shape", ()):
+            return None
+        value = self.value(array)
+        self.nodes.append(Node("constant", [], [value], "", {}))
+        value.node = self.nodes[-1]
+        return value
+
+    def inline(
+        self,
+        jaxpr: Any,
+        given: Sequence[Value | None],
+        constants: Sequence[Value | None],
+        scope: str,
+        apart: int | None,
+    ) -> list[Value | None]:
+        """Adds the operations of a jaxpr. `None` stands for a number that is known.
+
+        Args:
+            apart: Set inside a computation that is to be repeated rather than taken from where it was done before.
+        """
+        known: dict[Any, Value | None] = dict(zip(jaxpr.constvars, constants, strict=True))
+        known.update(zip(jaxpr.invars, given, strict=True))
+
+        def read(atom: Any) -> Value | None:
+            return None if isinstance(atom, Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            inputs = [read(atom) for atom in equation.invars]
+            where = _joined(scope, str(equation.source_info.name_stack))
+            if name in _CALLS and _CALLS[name] in equation.params:
+                inner = equation.params[_CALLS[name]]
+                inner, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+                mark = apart
+                if name in ("remat2", "remat", "checkpoint") and equation.params.get("prevent_cse", True):
+                    self._recomputed += 1
+                    mark = self._recomputed
+                outputs = self.inline(inner, inputs, [self.constant(c) for c in consts], where, mark)
+            elif _same_bytes(equation, name):
+                outputs = inputs[: len(equation.outvars)]
+            else:
+                outputs = self._operation(equation, name, inputs, where, apart)
+            known.update(zip(equation.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _operation(
+        self, equation: Any, name: str, inputs: list[Value | None], scope: str, apart: int | None
+    ) -> list[Value | None]:
+        literals = [str(atom.val) if isinstance(atom, Literal) else None for atom in equation.invars]
+        shapes = [variable.aval.shape for variable in equation.outvars]
+        sources = [id(value) if value is not None else text for value, text in zip(inputs, literals, strict=True)]
+        key = (name, *sources, *shapes, _hashable(equation.params), apart)
+        if key in self._seen:
+            return list(self._seen[key])
+        arrays = [value for value in inputs if value is not None]
+        node = Node(name, arrays, [], scope, equation.params | {"literals": literals})
+        for variable in equation.outvars:
+            value = self.value(variable.aval)
+            value.node = node
+            node.outputs.append(value)
+        self.nodes.append(node)
+        self._seen[key] = node.outputs
+        return list(node.outputs)
+
+
+def _same_bytes(equation: Any, name: str) -> bool:
+    """Whether the results are the operands, named anew."""
+    if name in _SAME_BYTES:
+        return True
+    before, after = equation.invars[0].aval if equation.invars else None, equation.outvars[0].aval
+    if before is None or before.dtype != after.dtype:
+        return False
+    if name == "broadcast_in_dim":
+        return before.size == after.size and bool(before.shape)
+    if name == "transpose":
+        order = [axis for axis in equation.params["permutation"] if before.shape[axis] != 1]
+        return order == sorted(order)
+    return name == "convert_element_type"
+
+
+def _hashable(params: dict[str, Any]) -> Any:
+    """Parameters that tell operations apart; those with programs inside are never the same."""
+    try:
+        key = tuple(sorted((name, value) for name, value in params.items() if name != "sharding"))
+        hash(key)
+    except TypeError:
+        return str(sorted((name, str(value)) for name, value in params.items()))
+    return key
+
+
+def _joined(outer: str, inner: str) -> str:
+    return f"{outer}/{inner}" if outer and inner else outer or inner
+
+
+def _needed(nodes: list[Node], outputs: Sequence[Value | None]) -> list[Node]:
+    wanted = {id(value) for value in outputs}
+    kept = []
+    for node in reversed(nodes):
+        if any(id(value) in wanted for value in node.outputs):
+            kept.append(node)
+            wanted.update(map(id, node.inputs))
+    return kept[::-1]

@@ -1,0 +1,99 @@
+"""What XLA says a step of TensorFlow needs, compiled for a GPU that need not be there. Nothing is run.
+
+TensorFlow lowers the step, variables and all, and says in the program which results take the place of which variables.
+It keeps its own plan to itself, so the program is handed to the compiler that JAX comes with, which is the same one of
+another version.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import tensorflow as tf
+from keras import tree
+
+from oomproof.backends.tensorflow.trace_state import traceable
+from oomproof.errors import BackendError, UnsupportedModelError
+from oomproof.tracing import Compiled, Workload
+
+# Not an op of StableHLO, though TensorFlow writes it. A reshape to the same shape computes the same.
+_COPY = re.compile(r"mhlo\.copy (%\w+) : (tensor<[^>]*>)")
+
+
+def why_not(workload: Workload) -> str | None:
+    """`None` where the step can be compiled for its target, else what is missing, in words."""
+    try:
+        from oomproof.backends.xla.absent import absent_gpu
+    except ImportError:
+        return "compiling needs JAX and its CUDA compiler: pip install 'oomproof[gpu-compile]'"
+    try:
+        absent_gpu(workload.target)
+    except BackendError as error:
+        return str(error)
+    return None
+
+
+def compile_step(model: Any, workload: Workload, memory: int | None = None) -> Compiled:
+    """Compiles the step Keras would run.
+
+    Args:
+        model: A model that is built and compiled. It stays as it was; slots it has not got yet are made for the time
+            being, since TensorFlow lowers no program whose variables have no values.
+        workload: The step.
+        memory: Bytes of the GPU.
+
+    Raises:
+        BackendError: When the packages that compile are missing, or XLA fails at it.
+        UnsupportedModelError: When TensorFlow cannot lower the step.
+    """
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    from oomproof.backends.xla.absent import WITHOUT_TILES, WITHOUT_TILES_NOTE, absent_gpu, account, not_compiled
+
+    device = absent_gpu(workload.target, memory)
+    start = time.perf_counter()
+    text = _COPY.sub(r"stablehlo.reshape \1 : (\2) -> \2", _lowered(model, workload))
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+    notes: tuple[str, ...] = ()
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
+    devices = compiler.xc.DeviceList((device,))
+    try:
+        program = device.client.compile(module, devices, options)
+    except Exception:
+        options = compiler.get_compile_options(
+            num_replicas=1, num_partitions=1, env_options_overrides={k: str(v) for k, v in WITHOUT_TILES.items()}
+        )
+        notes = (WITHOUT_TILES_NOTE,)
+        try:
+            program = device.client.compile(module, devices, options)
+        except Exception as error:
+            raise not_compiled(error) from error
+    modules = "\n".join(each.to_string() for each in program.hlo_modules())
+    return account(program.get_compiled_memory_stats(), modules, time.perf_counter() - start, notes)
+
+
+def _lowered(model: Any, workload: Workload) -> str:
+    """The step as StableHLO."""
+    batch = workload.x if workload.phase == "predict" else (workload.x, workload.y)
+    specs = tree.map_structure(lambda s: None if s is None else tf.TensorSpec(s.shape, s.dtype), (batch,))
+    flat = [leaf for leaf in tree.flatten(specs) if leaf is not None]
+    step = {"train": model.train_step, "test": model.test_step, "predict": model.predict_step}[workload.phase]
+
+    def of_flat(*tensors: Any) -> Any:
+        remaining = iter(tensors)
+        return step(*tree.map_structure(lambda spec: None if spec is None else next(remaining), specs))
+
+    with traceable(model, specs[0], workload.phase, storage=True):
+        program = tf.function(of_flat, jit_compile=True, autograph=False)
+        try:
+            return str(program.experimental_get_compiler_ir(*flat)(stage="stablehlo"))
+        except (ValueError, tf.errors.OpError) as error:
+            raise UnsupportedModelError(
+                f"XLA cannot compile a step of {model.name}: {str(error).strip().splitlines()[0]} "
+                "Estimate it without compiling: jit=False."
+            ) from error

@@ -1,0 +1,76 @@
+"""Whose op is it: the layer and the part of the step, from scopes and from what an op is computed from."""
+
+from __future__ import annotations
+
+from oomproof.backends.tensorflow.trace_graph import Node, StepGraph
+from oomproof.backends.tensorflow.trace_scopes import OPTIMIZER
+from oomproof.tracing import Stage
+
+
+class Owners:
+    """The layer and the stage of every node of a graph."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._scopes = graph.scopes
+        self._variables = {variable.node: variable.layer for variable in graph.variables if variable.node}
+        self._layers: dict[int, str] = {}
+        self._stages: dict[int, Stage] = {}
+        self._by_scope: dict[str, str | None] = {}
+        self._unscoped_users: dict[int, list[Node]] = {}
+        for node in graph.nodes:
+            for source, _ in node.inputs:
+                if self._scope(source.name) is None:
+                    self._unscoped_users.setdefault(id(source), []).append(node)
+
+    def layer(self, node: Node) -> str:
+        known = self._layers.get(id(node))
+        if known is None:
+            self._layers[id(node)] = ""  # Loops come back here.
+            known = self._layers[id(node)] = self._find_layer(node)
+        return known
+
+    def stage(self, node: Node) -> Stage:
+        known = self._stages.get(id(node))
+        if known is None:
+            self._stages[id(node)] = "forward"
+            known = self._stages[id(node)] = self._find_stage(node)
+        return known
+
+    def _find_layer(self, node: Node) -> str:
+        if node.name in self._variables:
+            return self._variables[node.name]
+        scope = self._scope(node.name)
+        if scope is not None and scope != OPTIMIZER:
+            return scope
+        # Losses, metrics, sums of gradients and updates are outside of all layers. They count to the one whose result,
+        # gradient or weight they are given.
+        return next((layer for source, _ in node.inputs if (layer := self.layer(source))), "")
+
+    def _find_stage(self, node: Node) -> Stage:
+        if self._scope(node.name) == OPTIMIZER:
+            return "update"
+        if "gradient_tape/" in node.name or "_grad/" in node.name:
+            return "backward"
+        # Sums of gradients and gradients that a layer computes itself have no scope.
+        if self._scope(node.name) is None and node.inputs:
+            users = self._unscoped_users.get(id(node), [])
+            if any(self.stage(source) == "backward" for source, _ in node.inputs) or (
+                users and all(self.stage(user) == "backward" for user in users)
+            ):
+                return "backward"
+        return "forward"
+
+    def _scope(self, name: str) -> str | None:
+        """What is noted of the innermost scope that is. Gradients repeat the forward op's scopes behind their own."""
+        scope = name.rpartition("/")[0]
+        if scope not in self._by_scope:
+            parts = scope.split("/") if scope else []
+            found, longest = None, 0
+            for first in range(len(parts)):
+                for last in range(len(parts), first + longest, -1):
+                    owner = self._scopes.get("/".join(parts[first:last]))
+                    if owner is not None:
+                        found, longest = owner, last - first
+                        break
+            self._by_scope[scope] = found
+        return self._by_scope[scope]

@@ -1,0 +1,1 @@
+"""Programs compiled by XLA for a GPU that need not be there, whichever framework they come from."""

@@ -1,0 +1,110 @@
+"""What real steps of plain `fit` take from TensorFlow's own allocator on a CPU, as one JSON line: {model: figures}.
+
+    python trace_child.py MODEL...
+
+Two figures each: the bytes that were asked for when they were most, and the peak the allocator reports, which counts
+the blocks it gave for them. One thread starts all ops, as on a GPU, so that the order is always the same. Each model
+has a process and so an allocator of its own; TensorFlow is imported once, before they part.
+"""
+
+import glob
+import json
+import os
+import sys
+import tempfile
+
+os.environ |= {
+    "KERAS_BACKEND": "tensorflow",
+    "TF_CPU_ALLOCATOR_USE_BFC": "true",
+    "TF_CPU_BFC_MEM_LIMIT_IN_MB": "8000",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+}
+
+import keras
+import tensorflow as tf
+from keras import tree
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+from trace_models import MODELS
+
+
+class SecondStep(keras.callbacks.Callback):
+    """Profiles the second step: in the first, variables may be made."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 1:
+            tf.config.experimental.reset_memory_stats("CPU:0")
+            tf.profiler.experimental.start(self.folder)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self.peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
+            tf.profiler.experimental.stop()
+
+
+def measured(name):
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    # Asked for once and given back, it stays the allocator's: one region for everything, as it has on a GPU.
+    region = tf.raw_ops.Empty(shape=[2**30], dtype=tf.float32)
+    del region
+    model, batch, (x, y) = MODELS[name]()
+
+    def tensor(kind):
+        shape, high = (batch, *kind.shape), kind.below
+        return tf.random.uniform(shape, maxval=high, dtype=tf.int32) if high else tf.random.uniform(shape)
+
+    def make(_):
+        return tree.map_structure(tensor, (x, y))
+
+    with tempfile.TemporaryDirectory() as folder:
+        # A batch that is prepared ahead of its step would not be seen as part of it.
+        options = tf.data.Options()
+        options.autotune.enabled = options.experimental_optimization.apply_default_optimizations = False
+        batches = tf.data.Dataset.range(2).map(make).with_options(options)
+        second = SecondStep(folder)
+        model.fit(batches, verbose=0, callbacks=[second])
+        variables = model.variables + model.optimizer.variables + model.metrics_variables
+        kept = sum(tf.size(v.value).numpy() * v.value.dtype.size for v in variables)
+        return {"asked for": int(kept + most_asked_for(folder)), "peak": second.peak}
+
+
+def most_asked_for(folder):
+    (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+    space = xplane_pb2.XSpace()
+    with open(path, "rb") as file:
+        space.ParseFromString(file.read())
+    events = []
+    for plane in space.planes:
+        names = {key: metadata.name for key, metadata in plane.event_metadata.items()}
+        stats = {key: metadata.name for key, metadata in plane.stat_metadata.items()}
+        for line in plane.lines:
+            for event in line.events:
+                if names[event.metadata_id] in ("MemoryAllocation", "MemoryDeallocation"):
+                    found = {stats[s.metadata_id]: getattr(s, s.WhichOneof("value")) for s in event.stats}
+                    sign = 1 if names[event.metadata_id] == "MemoryAllocation" else -1
+                    events.append((line.timestamp_ns * 1000 + event.offset_ps, sign * found["requested_bytes"]))
+    now = most = 0
+    for _, size in sorted(events):
+        now += size
+        most = max(most, now)
+    return most
+
+
+def in_a_process(function, *args):
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.write(writing, json.dumps(function(*args)).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        return json.loads(answer.read() or "null")
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: in_a_process(measured, name) for name in sys.argv[1:]}))
