@@ -130,6 +130,17 @@ def test_half_precision_halves_activations():
     assert 0.4 < sizes["mixed_float16"] / sizes["float32"] < 0.75
 
 
+def test_a_loop_whose_end_depends_on_data_is_said_to_be_missing():
+    class Doubling(layers.Layer):
+        def call(self, x):
+            return tf.while_loop(lambda v: tf.reduce_sum(v) < 10.0, lambda v: (v * 2.0,), (x,))[0]
+
+    model = keras.Sequential([keras.Input((4,)), Doubling(), layers.Dense(2)])
+    model.compile("sgd", "mse", jit_compile=False)
+    data = Workload(Spec((8, 4), "float32"), Spec((8, 2), "float32"), "train", False, Target(gpu=False))
+    assert any("depends on data" in note for note in trace(model, data).notes)
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 def test_memory_grows_with_the_batch_alone(gpu):
     model, batch, (x, y) = MODELS["plain_cnn"]()

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import keras
 from keras.src.backend.common import global_state
-from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 
+from oomproof.backends.common.fresh import fresh_parts
 from oomproof.backends.jax.cudnn import as_on
 from oomproof.tracing import Category, Spec, Workload
 
@@ -59,7 +59,7 @@ def abstract_step(model: Any, workload: Workload) -> Iterator[AbstractStep]:
         )
     data = _batch(workload)
     notes: list[str] = []
-    with _parts_replaced(model) as replaced, _uncalled(model), as_on(workload.target, notes):
+    with fresh_parts(model) as replaced, _uncalled(model), as_on(workload.target, notes):
         if replaced and workload.phase != "predict":
             with _variables_without_values():
                 model._symbolic_build(data_batch=data)
@@ -98,21 +98,6 @@ def _function(model: Any, phase: str) -> Callable[[Any, Any], Any]:
 
 
 @contextlib.contextmanager
-def _parts_replaced(model: Any) -> Iterator[bool]:
-    """Fresh copies in the place of those parts of a compiled model that are not built. Yields whether there are any."""
-    attributes = vars(model)
-    copies = {"optimizer": _copied_optimizer, "_compile_loss": _copied_loss, "_compile_metrics": _copied_metrics}
-    originals = {name: attributes.get(name) for name in copies}
-    unbuilt = {name: part for name, part in originals.items() if part is not None and not part.built}
-    try:
-        # Not through `__setattr__`, which would track them as parts of the model.
-        attributes.update({name: copies[name](part) for name, part in unbuilt.items()})
-        yield bool(unbuilt)
-    finally:
-        attributes.update(unbuilt)
-
-
-@contextlib.contextmanager
 def _uncalled(model: Any) -> Iterator[None]:
     """Layers note that they were called. Being traced is not to count."""
     noted = [(vars(layer), layer._called) for layer in model._flatten_layers() if "_called" in vars(layer)]
@@ -121,32 +106,6 @@ def _uncalled(model: Any) -> Iterator[None]:
     finally:
         for attributes, called in noted:
             attributes["_called"] = called
-
-
-def _copied_optimizer(optimizer: Any) -> Any:
-    return type(optimizer).from_config(optimizer.get_config())
-
-
-def _copied_loss(loss: Any) -> Any:
-    return CompileLoss(loss._user_loss, loss._user_loss_weights, loss.reduction, loss.output_names)
-
-
-def _copied_metrics(metrics: Any) -> Any:
-    users = [
-        keras.tree.map_structure(_copied_metric, m) for m in (metrics._user_metrics, metrics._user_weighted_metrics)
-    ]
-    return CompileMetrics(*users, output_names=metrics.output_names)
-
-
-def _copied_metric(metric: Any) -> Any:
-    """Some metrics make their variables when they are first updated, so a user's own must not be."""
-    if not isinstance(metric, keras.Metric):
-        return metric
-    try:
-        return type(metric).from_config(metric.get_config())
-    except (NotImplementedError, TypeError):
-        # A class of the user's whose configuration says too little has its variables from the start, as Keras asks.
-        return metric
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from oomproof.backends.tensorflow.trace_kernels import kernel_of, ops
 from oomproof.backends.tensorflow.trace_values import COMPUTED, DEAD, Block, Items, Value, shape_at_run_time
 
 _LONGEST_LOOP = 100_000
+_OPEN_LOOP = "A loop whose end depends on data is not counted: how often it runs is only known when it does."
 # Kernels of a CPU that TensorFlow runs at once rather than hand them to another thread.
 _CHEAP = ops("""
     Const Identity IdentityN NoOp Reshape ExpandDims Squeeze StopGradient Shape ShapeN Rank Size Switch Merge
@@ -323,8 +324,10 @@ class Executor:
         return [Value(value.type, value.held, value.number), Value(TensorType((), "int32"), None)]
 
     def _run_loopcond(self, node: Node, inputs: Sequence[Value]) -> Sequence[Any]:
-        # A loop whose end is decided by data is counted once.
-        return [Value(inputs[0].type, None, False if inputs[0].number is None else inputs[0].number)]
+        going_on = inputs[0].number
+        if going_on is None and _OPEN_LOOP not in self._notes:
+            self._notes.append(_OPEN_LOOP)
+        return [Value(inputs[0].type, None, going_on or False)]
 
     def _run_noop(self, node: Node, inputs: Sequence[Value]) -> Sequence[Any]:
         return []
