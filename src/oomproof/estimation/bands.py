@@ -19,7 +19,7 @@ _BANDS = {
     ("compile", "jax", "compiled"): Band(0.02, 0.03),
     ("compile", "tensorflow", "compiled"): Band(0.04, 0.06),
     ("trace", "jax", "compiled"): Band(0.08, 0.10),
-    ("trace", "tensorflow", "compiled"): Band(0.45, 0.05),
+    ("trace", "tensorflow", "compiled"): Band(0.20, 0.25),
     ("trace", "tensorflow", "graph"): Band(0.08, 0.15),
     ("trace", "torch", "eager"): Band(0.05, 0.10),
 }

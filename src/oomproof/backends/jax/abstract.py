@@ -13,15 +13,8 @@ from keras.src.backend.common import global_state
 
 from oomproof.backends.common.fresh import fresh_parts
 from oomproof.backends.jax.cudnn import as_on
+from oomproof.backends.xla.writer import Role
 from oomproof.tracing import Category, Spec, Workload
-
-
-@dataclasses.dataclass(frozen=True)
-class Role:
-    """What a value of the state, or a tensor of the batch, is: its category and the path of its layer."""
-
-    category: Category
-    layer: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Literal
+
+from oomproof.backends.jax.cudnn import lstm_workspace
+from oomproof.backends.xla.program import Node, Program, Value, linked
 
 # Primitives that only call another jaxpr, by the parameter it is under.
 _CALLS = {
@@ -28,68 +30,12 @@ _SAME_BYTES = {"reshape", "squeeze", "expand_dims", "copy", "copy_p", "stop_grad
 _SAME_BYTES |= {"name", "random_wrap", "random_unwrap", "reduce_precision", "sharding_constraint", "pvary"}
 
 
-@dataclasses.dataclass(eq=False)
-class Value:
-    """An array: its bytes, its elements, and what made it (`None` for what the program is given)."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    size: int
-    node: Node | None = None
-    users: list[Node] = dataclasses.field(default_factory=list)
-    # The number among the program's inputs, and whether the program returns it.
-    given: int | None = None
-    returned: bool = False
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclasses.dataclass(eq=False)
-class Node:
-    """An operation.
-
-    Attributes:
-        name: Of the primitive.
-        inputs: Arrays it reads. Numbers written into the program are not among them.
-        outputs: Arrays it makes.
-        scope: JAX's name stack, in which Keras leaves the names of layers.
-        params: Of the primitive.
-        index: Its place in the program.
-    """
-
-    name: str
-    inputs: list[Value]
-    outputs: list[Value]
-    scope: str
-    params: dict[str, Any]
-    index: int = 0
-
-
-@dataclasses.dataclass
-class Program:
-    nodes: list[Node]
-    inputs: list[Value]
-    outputs: list[Value | None]
-
-
 def flattened(closed: Any) -> Program:
     """A closed jaxpr as one list of operations, each computed once."""
     maker = _Maker()
     inputs = [maker.value(variable.aval) for variable in closed.jaxpr.invars]
-    for number, value in enumerate(inputs):
-        value.given = number
     outputs = maker.inline(closed.jaxpr, inputs, [maker.constant(c) for c in closed.consts], "", None)
-    for output in outputs:
-        if output is not None:
-            output.returned = True
-    nodes = _needed(maker.nodes, outputs)
-    for index, node in enumerate(nodes):
-        node.index = index
-        for value in dict.fromkeys(node.inputs):
-            value.users.append(node)
-    return Program(nodes, inputs, outputs)
+    return linked(maker.nodes, inputs, outputs)
 
 
 class _Maker:
@@ -109,7 +55,7 @@ class _Maker:
         if not getattr(array, "shape", ()):
             return None
         value = self.value(array)
-        self.nodes.append(Node("constant", [], [value], "", {}))
+        self.nodes.append(Node("constant", [], [value]))
         value.node = self.nodes[-1]
         return value
 
@@ -161,7 +107,7 @@ class _Maker:
         if key in self._seen:
             return list(self._seen[key])
         arrays = [value for value in inputs if value is not None]
-        node = Node(name, arrays, [], scope, equation.params | {"literals": literals})
+        node = Node(name, arrays, [], scope, **_facts(name, equation.params, arrays))
         for variable in equation.outvars:
             value = self.value(variable.aval)
             value.node = node
@@ -169,6 +115,25 @@ class _Maker:
         self.nodes.append(node)
         self._seen[key] = node.outputs
         return list(node.outputs)
+
+
+def _facts(name: str, params: dict[str, Any], inputs: Sequence[Value]) -> dict[str, Any]:
+    """What is to be known of an operation, from its parameters."""
+    if name.startswith("reduce"):
+        return {"axes": tuple(params.get("axes", ()))}
+    if name == "conv_general_dilated":
+        spec = params["dimension_numbers"].lhs_spec
+        return {"across": spec[0] != 0 and any(dilation > 1 for dilation in params["lhs_dilation"])}
+    if name in ("rnn_fwd", "rnn_bwd"):
+        return {"scratch": lstm_workspace(params, inputs)}
+    if name == "scan":
+        return {"bodies": [flattened(params["jaxpr"])], "carried": params["num_carry"]}
+    if name == "while":
+        body = flattened(params["body_jaxpr"])
+        return {"bodies": [body], "carried": len(body.outputs)}
+    if name == "cond":
+        return {"bodies": [flattened(branch) for branch in params["branches"]]}
+    return {}
 
 
 def _same_bytes(equation: Any, name: str) -> bool:
@@ -198,13 +163,3 @@ def _hashable(params: dict[str, Any]) -> Any:
 
 def _joined(outer: str, inner: str) -> str:
     return f"{outer}/{inner}" if outer and inner else outer or inner
-
-
-def _needed(nodes: list[Node], outputs: Sequence[Value | None]) -> list[Node]:
-    wanted = {id(value) for value in outputs}
-    kept = []
-    for node in reversed(nodes):
-        if any(id(value) in wanted for value in node.outputs):
-            kept.append(node)
-            wanted.update(map(id, node.inputs))
-    return kept[::-1]

@@ -1,7 +1,7 @@
 """A Keras step on JAX as a list of allocations, from its jaxpr: nothing is compiled, nothing is run.
 
-The jaxpr is what XLA is given. What XLA makes of it is modelled: which arrays it keeps (`fusion.py`), what it adds
-(`kernels.py`), and in which order it computes them (`schedule.py`).
+The jaxpr is what XLA is given. What XLA makes of it is modelled in `backends/xla`: which arrays it keeps (fusion.py),
+what it adds (kernels.py), and in which order it computes them (schedule.py).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 
-from oomproof.backends.jax.abstract import AbstractStep, Role, abstract_step, layer_paths
-from oomproof.backends.jax.fusion import Fusion
-from oomproof.backends.jax.kernels import Kernel
-from oomproof.backends.jax.program import Node, Program, Value, flattened
-from oomproof.backends.jax.schedule import Plan, in_order, planned
-from oomproof.tracing import Allocator, Buffer, Category, Op, Stage, Trace, Workload
+from oomproof.backends.jax.abstract import abstract_step, layer_paths
+from oomproof.backends.jax.program import flattened
+from oomproof.backends.xla.fusion import Fusion
+from oomproof.backends.xla.program import Node, Program
+from oomproof.backends.xla.schedule import in_order, planned
+from oomproof.backends.xla.writer import Writer
+from oomproof.tracing import Allocator, Stage, Trace, Workload
 
 _WRAPPED = re.compile(r"^\w+\((.*)\)$")
 
@@ -47,7 +48,7 @@ def trace(model: Any, workload: Workload) -> Trace:
         settled = set()
         plan = in_order(Fusion(program, fuse=False).kernels)
         notes = (*step.notes, "Run op by op, arrays that Python still refers to are not counted.")
-    return _Writer(program, plan, settled, step, names).trace(allocator, notes)
+    return Writer(program, plan, settled, step.roles, names).trace(allocator, notes)
 
 
 def _settled(program: Program, state: int) -> set[int]:
@@ -85,63 +86,3 @@ class _Names:
             if (path := "/".join(parts[:length])) in self._paths:
                 return stage, path
         return stage, ""
-
-
-class _Writer:
-    """Turns a plan into ops and buffers."""
-
-    def __init__(self, program: Program, plan: Plan, settled: set[int], step: AbstractStep, names: _Names) -> None:
-        self._program = program
-        self._plan = plan
-        self._settled = settled
-        self._roles = step.roles
-        self._layers: dict[int, str] = {}
-        self._stages: list[Stage] = []
-        self._ops: list[Op] = []
-        for value in program.inputs:
-            self._layers[id(value)] = self._role(value).layer
-        for kernel in plan.kernels:
-            self._op(kernel, *names(kernel.node))
-
-    def trace(self, allocator: Allocator, notes: tuple[str, ...]) -> Trace:
-        count = len(self._ops)
-        buffers = [
-            Buffer(value.size, -1, count, self._role(value).category, self._role(value).layer)
-            for value in self._program.inputs
-        ]
-        readers = self._readers()
-        for index, kernel in enumerate(self._plan.kernels):
-            for value in kernel.makes:
-                if (span := self._plan.spans.get(id(value))) is not None:
-                    category = self._category(index, readers.get(id(value), []))
-                    buffers.append(Buffer(value.size, *span, category, self._layers[id(value)]))
-            if kernel.scratch:
-                buffers.append(Buffer(kernel.scratch, index, index, "temporary", self._ops[index].layer))
-        return Trace(allocator, tuple(self._ops), tuple(b for b in buffers if b.size), notes)
-
-    def _role(self, value: Value) -> Role:
-        assert value.given is not None
-        return self._roles[value.given]
-
-    def _op(self, kernel: Kernel, stage: Stage, layer: str) -> None:
-        if not layer:
-            # The loss, or the optimizer: said of the layer whose result or weight is the most of what it works on.
-            named = [value for value in kernel.reads if self._layers.get(id(value))]
-            layer = self._layers[id(max(named, key=lambda value: value.size))] if named else ""
-        if kernel.node.scope == "" and any(id(value) in self._settled for value in kernel.makes):
-            stage = "update"
-        self._ops.append(Op(kernel.node.name, stage, layer))
-        self._layers.update((id(value), layer) for value in kernel.makes)
-
-    def _readers(self) -> dict[int, list[Stage]]:
-        readers: dict[int, list[Stage]] = {}
-        for op, kernel in zip(self._ops, self._plan.kernels, strict=True):
-            for value in kernel.reads:
-                readers.setdefault(id(value), []).append(op.stage)
-        return readers
-
-    def _category(self, index: int, readers: list[Stage]) -> Category:
-        stage = self._ops[index].stage
-        if stage == "forward" and "backward" in readers:
-            return "activations"
-        return "gradients" if stage == "backward" and "update" in readers else "temporary"

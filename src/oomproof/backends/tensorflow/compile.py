@@ -11,11 +11,8 @@ import re
 import time
 from typing import Any
 
-import tensorflow as tf
-from keras import tree
-
-from oomproof.backends.tensorflow.trace_state import traceable
-from oomproof.errors import BackendError, UnsupportedModelError
+from oomproof.backends.tensorflow.lowered import lowered
+from oomproof.errors import BackendError
 from oomproof.tracing import Compiled, Workload
 
 # Not an op of StableHLO, though TensorFlow writes it. A reshape to the same shape computes the same.
@@ -56,7 +53,7 @@ def compile_step(model: Any, workload: Workload, memory: int | None = None) -> C
 
     device = absent_gpu(workload.target, memory)
     start = time.perf_counter()
-    text = _COPY.sub(r"stablehlo.reshape \1 : (\2) -> \2", _lowered(model, workload))
+    text = _COPY.sub(r"stablehlo.reshape \1 : (\2) -> \2", lowered(model, workload).text)
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
     notes: tuple[str, ...] = ()
@@ -75,25 +72,3 @@ def compile_step(model: Any, workload: Workload, memory: int | None = None) -> C
             raise not_compiled(error) from error
     modules = "\n".join(each.to_string() for each in program.hlo_modules())
     return account(program.get_compiled_memory_stats(), modules, time.perf_counter() - start, notes)
-
-
-def _lowered(model: Any, workload: Workload) -> str:
-    """The step as StableHLO."""
-    batch = workload.x if workload.phase == "predict" else (workload.x, workload.y)
-    specs = tree.map_structure(lambda s: None if s is None else tf.TensorSpec(s.shape, s.dtype), (batch,))
-    flat = [leaf for leaf in tree.flatten(specs) if leaf is not None]
-    step = {"train": model.train_step, "test": model.test_step, "predict": model.predict_step}[workload.phase]
-
-    def of_flat(*tensors: Any) -> Any:
-        remaining = iter(tensors)
-        return step(*tree.map_structure(lambda spec: None if spec is None else next(remaining), specs))
-
-    with traceable(model, specs[0], workload.phase, storage=True):
-        program = tf.function(of_flat, jit_compile=True, autograph=False)
-        try:
-            return str(program.experimental_get_compiler_ir(*flat)(stage="stablehlo"))
-        except (ValueError, tf.errors.OpError) as error:
-            raise UnsupportedModelError(
-                f"XLA cannot compile a step of {model.name}: {str(error).strip().splitlines()[0]} "
-                "Estimate it without compiling: jit=False."
-            ) from error

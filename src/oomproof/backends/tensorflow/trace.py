@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from oomproof.backends.tensorflow.lowered import lowered
 from oomproof.backends.tensorflow.trace_executor import Executor
 from oomproof.backends.tensorflow.trace_graph import step_graph
-from oomproof.backends.tensorflow.trace_names import Owners
+from oomproof.backends.tensorflow.trace_names import Owners, Scopes
 from oomproof.backends.tensorflow.trace_values import Block
+from oomproof.backends.xla.fusion import Fusion
+from oomproof.backends.xla.schedule import planned
+from oomproof.backends.xla.stablehlo import read
+from oomproof.backends.xla.writer import Writer
 from oomproof.tracing import Buffer, Category, Op, Trace, Workload
 
 
@@ -18,13 +23,24 @@ def trace(model: Any, workload: Workload) -> Trace:
         model: A model that is built and compiled. It is left as it was.
         workload: The step.
     """
+    if workload.jit:
+        return _compiled(model, workload)
     graph = step_graph(model, workload)
     execution = Executor(graph, workload.target.gpu).run()
     owners = Owners(graph)
     ops = tuple(Op(node.name, owners.stage(node), owners.layer(node)) for node in execution.ran)
     buffers = tuple(_buffer(block, owners, len(ops)) for block in execution.blocks)
-    notes = ["XLA's fusion of ops is not modelled: the compiled step needs less than this."] if workload.jit else []
-    return Trace("bfc", ops, buffers, (*notes, *execution.notes))
+    return Trace("bfc", ops, buffers, tuple(execution.notes))
+
+
+def _compiled(model: Any, workload: Workload) -> Trace:
+    """What XLA would make of the program that TensorFlow gives it, modelled as for JAX."""
+    step = lowered(model, workload)
+    program, settled = read(step.text)
+    names = Scopes(step.scopes)
+    plan = planned(Fusion(program).kernels, settled)
+    writer = Writer(program, plan, settled, step.roles, lambda node: names.place(node.scope))
+    return writer.trace("xla", ("Workspaces of convolutions and matrix products are not counted.",))
 
 
 def _buffer(block: Block, owners: Owners, ops: int) -> Buffer:

@@ -115,7 +115,7 @@ def step_graph(model: Any, workload: Workload) -> StepGraph:
         definition = graph.as_graph_def()
         handles = _handles_as_variables(definition, graph)
         _batch_from_iterator(definition, graph)
-        variables = _variables(model, workload, handles)
+        variables = variables_of(model, workload, handles)
     results = [tensor.name for tensor in graph.outputs]
     fetched = [*results, *(op.name for op in graph.control_outputs)]
     optimized = _as_tensorflow_runs_it(definition, fetched, workload.target)
@@ -166,7 +166,8 @@ def _batch_from_iterator(definition: Any, graph: Any) -> None:
             end.attr["output_shapes"].list.shape.append(tensor.shape.as_proto())
 
 
-def _variables(model: Any, workload: Workload, handles: dict[int, str]) -> list[Variable]:
+def variables_of(model: Any, workload: Workload, handles: dict[int, str]) -> list[Variable]:
+    """What is kept from step to step. `handles` has the name of each variable's node, by `id` of its handle."""
     kinds: list[tuple[Category, Sequence[Any]]] = [("weights", model.variables)]
     if workload.phase == "train" and model.optimizer is not None:
         kinds.append(("optimizer", model.optimizer.variables))

@@ -7,15 +7,48 @@ from oomproof.backends.tensorflow.trace_scopes import OPTIMIZER
 from oomproof.tracing import Stage
 
 
+class Scopes:
+    """Who is known to have opened the scopes of an op."""
+
+    def __init__(self, noted: dict[str, str]) -> None:
+        self._noted = noted
+        self._found: dict[str, str | None] = {}
+
+    def owner(self, name: str) -> str | None:
+        """What is noted of the innermost scope that is. Gradients repeat the forward op's scopes behind their own."""
+        scope = name.rpartition("/")[0]
+        if scope not in self._found:
+            parts = scope.split("/") if scope else []
+            found, longest = None, 0
+            for first in range(len(parts)):
+                for last in range(len(parts), first + longest, -1):
+                    owner = self._noted.get("/".join(parts[first:last]))
+                    if owner is not None:
+                        found, longest = owner, last - first
+                        break
+            self._found[scope] = found
+        return self._found[scope]
+
+    def place(self, name: str) -> tuple[Stage, str]:
+        """The part of the step and the layer of an op, from nothing but its name."""
+        owner = self.owner(name)
+        if owner == OPTIMIZER:
+            return "update", ""
+        return "backward" if is_gradient(name) else "forward", owner or ""
+
+
+def is_gradient(name: str) -> bool:
+    return "gradient_tape/" in name or "_grad/" in name
+
+
 class Owners:
     """The layer and the stage of every node of a graph."""
 
     def __init__(self, graph: StepGraph) -> None:
-        self._scopes = graph.scopes
+        self._scope = Scopes(graph.scopes).owner
         self._variables = {variable.node: variable.layer for variable in graph.variables if variable.node}
         self._layers: dict[int, str] = {}
         self._stages: dict[int, Stage] = {}
-        self._by_scope: dict[str, str | None] = {}
         self._unscoped_users: dict[int, list[Node]] = {}
         for node in graph.nodes:
             for source, _ in node.inputs:
@@ -49,7 +82,7 @@ class Owners:
     def _find_stage(self, node: Node) -> Stage:
         if self._scope(node.name) == OPTIMIZER:
             return "update"
-        if "gradient_tape/" in node.name or "_grad/" in node.name:
+        if is_gradient(node.name):
             return "backward"
         # Sums of gradients and gradients that a layer computes itself have no scope.
         if self._scope(node.name) is None and node.inputs:
@@ -59,18 +92,3 @@ class Owners:
             ):
                 return "backward"
         return "forward"
-
-    def _scope(self, name: str) -> str | None:
-        """What is noted of the innermost scope that is. Gradients repeat the forward op's scopes behind their own."""
-        scope = name.rpartition("/")[0]
-        if scope not in self._by_scope:
-            parts = scope.split("/") if scope else []
-            found, longest = None, 0
-            for first in range(len(parts)):
-                for last in range(len(parts), first + longest, -1):
-                    owner = self._scopes.get("/".join(parts[first:last]))
-                    if owner is not None:
-                        found, longest = owner, last - first
-                        break
-            self._by_scope[scope] = found
-        return self._by_scope[scope]

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
-from oomproof.backends.jax.cudnn import lstm_workspace
-from oomproof.backends.jax.kernels import Kernel, prepared
-from oomproof.backends.jax.program import Node, Program, Value, flattened
-from oomproof.backends.jax.schedule import planned
+from oomproof.backends.xla.kernels import Kernel, prepared
+from oomproof.backends.xla.program import Node, Program, Value
+from oomproof.backends.xla.schedule import planned
 
 # Read memory, write memory.
 _OPAQUE = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "top_k"}
@@ -67,7 +65,7 @@ def _is_short(node: Node) -> bool:
     users = node.outputs[0].users
     if node.name not in _SQUARES or len(users) != 1 or users[0].name != "reduce_sum":
         return False
-    source, axes = users[0].inputs[0], users[0].params["axes"]
+    source, axes = users[0].inputs[0], users[0].axes
     return len(source.shape) - 1 not in axes and math.prod(source.shape[axis] for axis in axes) <= _SHORT
 
 
@@ -134,16 +132,14 @@ class Fusion:
         if not makes:
             return
         reads = list(self._read(node.inputs))
-        kernel = Kernel(node, reads, makes, [])
+        kernel = Kernel(node, reads, makes, [], node.scratch)
         if node.name == "conv_general_dilated" and self._fuse:
             weights = self._read(node.inputs[1:])
             kernel.reads = list(self._read(node.inputs[:1])) + [self._reorder(value) for value in weights]
         elif node.name.startswith("scatter"):
             kernel.in_place = reads[:1]
-        elif node.name in ("scan", "while", "cond"):
+        elif node.bodies:
             kernel.scratch = _inside(node, self._fuse)
-        elif node.name in ("rnn_fwd", "rnn_bwd"):
-            kernel.scratch = lstm_workspace(node.params, node.inputs)
         self.kernels.append(kernel)
 
     def _reorder(self, value: Value) -> Value:
@@ -152,7 +148,7 @@ class Fusion:
             return value
         if id(value) not in self._reordered:
             copy = Value(value.shape, value.dtype, value.size)
-            node = Node("transpose", [value], [copy], "", {})
+            node = Node("transpose", [value], [copy])
             self._reordered[id(value)] = Kernel(node, [value], [copy], [])
         return self._reordered[id(value)].makes[0]
 
@@ -160,9 +156,8 @@ class Fusion:
 def _inside(node: Node, fuse: bool) -> int:
     """Bytes a loop or branch needs besides what it reads and what it makes."""
     needs = []
-    for closed in _bodies(node):
-        program = flattened(closed)
-        carried = node.params["num_carry"] if node.name == "scan" else len(program.outputs)
+    for program in node.bodies:
+        carried = node.carried if node.name == "scan" else len(program.outputs)
         settled = {
             id(value)
             for index, value in enumerate(program.outputs)
@@ -171,11 +166,3 @@ def _inside(node: Node, fuse: bool) -> int:
         }
         needs.append(planned(Fusion(program, fuse).kernels, settled).peak)
     return max(needs, default=0)
-
-
-def _bodies(node: Node) -> list[Any]:
-    if node.name == "scan":
-        return [node.params["jaxpr"]]
-    if node.name == "while":
-        return [node.params["body_jaxpr"]]
-    return list(node.params["branches"])

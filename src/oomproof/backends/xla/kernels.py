@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from oomproof.backends.jax.program import Node, Value
+from oomproof.backends.xla.program import Node, Value
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,7 +41,7 @@ def _stack_early(kernels: list[Kernel], added: dict[int, list[Kernel]]) -> None:
     for index, kernel in enumerate(kernels):
         if kernel.node.name != "scan":
             continue
-        for value in kernel.node.outputs[kernel.node.params["num_carry"] :]:
+        for value in kernel.node.outputs[kernel.node.carried :]:
             if value not in kernel.makes:
                 continue
             key = (value.shape, value.dtype)
@@ -85,20 +85,15 @@ def _copies_across(kernels: list[Kernel]) -> None:
     """The gradient of a transposed convolution's kernel reads images as channels: copies, made with the originals."""
     makers = {id(value): kernel for kernel in kernels for value in kernel.makes}
     for kernel in kernels:
-        if kernel.node.name == "conv_general_dilated" and _across(kernel.node):
+        if kernel.node.across:
             for position, value in enumerate(kernel.reads):
                 copy = Value(value.shape, value.dtype, value.size, value.node)
                 makers.get(id(value), kernel).makes.append(copy)
                 kernel.reads[position] = copy
 
 
-def _across(node: Node) -> bool:
-    numbers = node.params["dimension_numbers"]
-    return numbers.lhs_spec[0] != 0 and any(dilation > 1 for dilation in node.params["lhs_dilation"])
-
-
 def _kernel(name: str, like: Node, reads: list[Value]) -> Kernel:
-    return Kernel(Node(name, reads, [], like.scope, {}), reads, [], [])
+    return Kernel(Node(name, reads, [], like.scope), reads, [], [])
 
 
 def _started_by(first: Kernel, kernel: Kernel, value: Value, in_place: bool = True) -> Value:

@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 from collections.abc import Sequence
 
-from oomproof.backends.jax.kernels import Kernel
+from oomproof.backends.xla.kernels import Kernel
 
 
 def padded(size: int) -> int:

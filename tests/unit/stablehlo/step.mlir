@@ -1,0 +1,26 @@
+#loc1 = loc("gradient_tape/net/dense/MatMul")
+module @step attributes {mhlo.input_output_alias = [{alias = {kind = "may_alias", parameter_index = array<i64>, parameter_number = 1 : i64}, output_index = array<i64: 1>}]} {
+  func.func private @twice(%arg0: tensor<64x32xf32> loc("x")) -> tensor<64x32xf32> {
+    %0 = stablehlo.add %arg0, %arg0 : tensor<64x32xf32> loc(#loc2)
+    return %0 : tensor<64x32xf32> loc(#loc)
+  } loc(#loc)
+  func.func @main(%arg0: tensor<64x16xf32> loc("x"), %arg1: tensor<16x32xf32> loc("w")) -> (tensor<f32>, tensor<16x32xf32>) {
+    %cst = stablehlo.constant dense<0.000000e+00> : tensor<f32> loc(#loc2)
+    %0 = stablehlo.dot %arg0, %arg1, precision = [DEFAULT, DEFAULT] : (tensor<64x16xf32>, tensor<16x32xf32>) -> tensor<64x32xf32> loc(#loc2)
+    %1 = func.call @twice(%0) : (tensor<64x32xf32>) -> tensor<64x32xf32> loc(#loc2)
+    %2 = stablehlo.add %0, %0 : tensor<64x32xf32> loc(#loc2)
+    %3 = stablehlo.reshape %1 : (tensor<64x32xf32>) -> tensor<2048xf32> loc(#loc2)
+    %4:2 = stablehlo.reduce(%3 init: %cst), (%3 init: %cst) across dimensions = [0] : (tensor<2048xf32>, tensor<2048xf32>, tensor<f32>, tensor<f32>) -> (tensor<f32>, tensor<f32>)
+     reducer(%arg2: tensor<f32> loc(fused[#loc2, #loc1]), %arg3: tensor<f32> loc(#loc2)) (%arg4: tensor<f32> loc(#loc2), %arg5: tensor<f32> loc(#loc2))  {
+      %9 = stablehlo.add %arg2, %arg3 : tensor<f32> loc(#loc2)
+      stablehlo.return %9, %9 : tensor<f32>, tensor<f32> loc(#loc)
+    } loc(#loc2)
+    %5 = stablehlo.transpose %arg0, dims = [1, 0] : (tensor<64x16xf32>) -> tensor<16x64xf32> loc(#loc1)
+    %6 = stablehlo.dot_general %5, %2, contracting_dims = [1] x [0] : (tensor<16x64xf32>, tensor<64x32xf32>) -> tensor<16x32xf32> loc(#loc3)
+    %7 = stablehlo.subtract %arg1, %6 : tensor<16x32xf32> loc(#loc2)
+    return %4#0, %7 : tensor<f32>, tensor<16x32xf32> loc(#loc)
+  } loc(#loc)
+} loc(#loc)
+#loc = loc(unknown)
+#loc2 = loc("net/dense/MatMul")
+#loc3 = loc(fused[#loc1, #loc2])

@@ -1,0 +1,43 @@
+"""StableHLO text read into a program, without any framework."""
+
+import pathlib
+
+from oomproof.backends.xla.fusion import Fusion
+from oomproof.backends.xla.schedule import planned
+from oomproof.backends.xla.stablehlo import read
+
+TEXTS = pathlib.Path(__file__).parent / "stablehlo"
+STEP, LOOP = ((TEXTS / f"{name}.mlir").read_text() for name in ("step", "loop"))
+
+
+def test_a_step():
+    program, settled = read(STEP)
+    assert [value.size for value in program.inputs] == [64 * 16 * 4, 16 * 32 * 4]
+    names = [node.name for node in program.nodes]
+    # What is called is put in its place, and what was computed before is not computed again.
+    assert names == ["dot_general", "add", "reduce_sum", "transpose", "dot_general", "sub"]
+    product, _, reduction, _, gradient, update = program.nodes
+    assert product.outputs[0].shape == (64, 32)
+    assert reduction.axes == (0,)
+    assert gradient.scope == "gradient_tape/net/dense/MatMul"
+    assert product.scope == "net/dense/MatMul"
+    assert settled == {id(update.outputs[0])}
+    assert program.outputs[1] is update.outputs[0]
+
+
+def test_what_takes_memory_in_it():
+    program, settled = read(STEP)
+    kernels = Fusion(program).kernels
+    # The transpose is part of the product that reads it, and the new weights take the place of the old.
+    assert "transpose" not in [kernel.node.name for kernel in kernels]
+    plan = planned(kernels, settled)
+    assert 64 * 32 * 4 <= plan.peak <= 3 * 64 * 32 * 4
+
+
+def test_a_loop_reads_where_it_is_what_it_does_not_change():
+    program, _ = read(LOOP)
+    (loop,) = [node for node in program.nodes if node.name == "while"]
+    assert [value.size for value in loop.outputs] == [4, 400]
+    (body,) = loop.bodies
+    assert [node.name for node in body.nodes] == ["add", "add"]
+    assert program.outputs[0] is loop.outputs[1]
