@@ -64,7 +64,7 @@ def test_peaks_are_those_of_real_steps():
     asked = {name: peak(found)[0] / real[name]["asked for"] - 1 for name, found in traces.items()}
     # The allocator's own figure counts blocks, whose sizes depend on everything that happened before.
     taken = {name: replay(found).peak / real[name]["peak"] - 1 for name, found in traces.items()}
-    for errors, median, worst in ((asked, 0.02, 0.08), (taken, 0.05, 0.25)):
+    for errors, median, worst in ((asked, 0.03, 0.12), (taken, 0.07, 0.30)):
         shown = {name: f"{error:+.1%}" for name, error in errors.items()}
         assert statistics.median(map(abs, errors.values())) < median, shown
         assert max(map(abs, errors.values())) < worst, shown
