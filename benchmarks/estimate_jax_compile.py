@@ -8,6 +8,7 @@ Needs the `gpu-compile` extra. Every case runs in a process of its own; nothing 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import resource
@@ -253,6 +254,9 @@ def main() -> None:
     parser.add_argument("part", nargs="?", default="")
     parser.add_argument("--case", nargs=4)
     chosen = parser.parse_args()
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (13, 12)):
+        print("Nothing to compare with: the extra is missing. Install it with pip install 'oomproof[gpu-compile]'.")
+        return
     if chosen.case:
         name, batch, policy, optimizer = chosen.case
         print("ANSWER" + json.dumps(figures(name, int(batch), policy, optimizer)))

@@ -12,7 +12,8 @@ from here import BACKEND
 from keras import layers
 
 import oomproof
-from oomproof import cli
+from oomproof import backends, cli
+from oomproof.tracing import Compiled, Workspace
 
 MIB = 2**20
 FIELDS = ("engine", "low", "expected", "high", "limit", "fits", "driver", "by_category", "by_layer", "seconds")
@@ -86,8 +87,6 @@ def test_it_prints_as_a_table(found):
 
 
 def test_a_card_that_is_too_small():
-    found = oomproof.estimate(conv_net(), 256, memory="600MiB", engine="trace")
-    assert found.fits is (found.high <= found.limit)
     assert oomproof.estimate(conv_net(), 4096, memory="700MiB", engine="trace").fits is False
 
 
@@ -156,6 +155,32 @@ def test_pieces_take_less_and_the_batch_stays():
     # On torch it waits on the host.
     assert BACKEND == "torch" or pieces.by_category["input"] >= batch
     assert oomproof.estimate(model, 64, micro_batch_size=64, engine="trace").micro_batch_size is None
+
+
+def test_gradients_of_pieces_are_added_up_somewhere():
+    model = wide_net("sgd")
+    piece = oomproof.estimate(model, 8, engine="trace")
+    pieces = oomproof.estimate(model, 64, micro_batch_size=8, engine="trace")
+    if BACKEND == "torch":  # Where the step has them anyway.
+        assert pieces.expected == pytest.approx(piece.expected, rel=0.02)
+    else:
+        assert pieces.expected - piece.expected > 0.9 * weights_of(model)
+
+
+def test_what_the_compiler_says_counts_and_the_trace_says_whose_it_is(monkeypatch):
+    said = Compiled(100 * MIB, 60 * MIB, 50 * MIB, 490 * MIB, Workspace(20 * MIB, 50 * MIB), 1.0, ("as told",))
+    backend = type(backends.current())
+    monkeypatch.setattr(backend, "why_not_compile", lambda self, workload: None)
+    monkeypatch.setattr(backend, "compile", lambda self, model, workload, memory: said)
+    found = oomproof.estimate(conv_net(), 64, gpu="t4", jit=True)
+    assert (found.engine, found.mode, found.notes) == ("compile", "compiled", ("as told",))
+    assert found.expected == 620 * MIB
+    assert found.low <= 600 * MIB
+    assert found.high >= 650 * MIB
+    assert abs(sum(found.by_category.values()) - found.expected) < 1024
+    assert dict(found.by_layer)["second"] > 100 * MIB
+    with pytest.raises(oomproof.BackendError, match="not compiled by XLA"):
+        oomproof.estimate(conv_net(), 64, jit=False, engine="compile")
 
 
 def test_mixed_precision_takes_less_and_is_taken_back():

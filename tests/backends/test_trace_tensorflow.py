@@ -1,5 +1,7 @@
 """A traced step against what real steps take from TensorFlow's own allocator, and that tracing leaves no trace."""
 
+import dataclasses
+import importlib.util
 import json
 import pathlib
 import statistics
@@ -12,6 +14,7 @@ import pytest
 from here import BACKEND, only
 from keras import layers, tree
 
+from oomproof.errors import BackendError
 from oomproof.estimation.allocator import replay
 from oomproof.tracing import Spec, Target, Workload
 
@@ -128,6 +131,30 @@ def test_half_precision_halves_activations():
         data = Workload(Spec((32, 32, 32, 3), "float32"), Spec((32,), "int32"), "train", False, Target(gpu=False))
         sizes[policy] = sum(b.size for b in trace(model, data).buffers if b.category == "activations")
     assert 0.4 < sizes["mixed_float16"] / sizes["float32"] < 0.75
+
+
+HAS_COMPILER = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
+@pytest.mark.skipif(HAS_COMPILER, reason="for a machine without the gpu-compile extra")
+def test_a_missing_compiler_names_what_to_install():
+    from oomproof.backends.tensorflow.compile import compile_step, why_not
+
+    model, batch, (x, y) = MODELS["plain_cnn"]()
+    data = dataclasses.replace(workload(batch, x, y, gpu=True), jit=True)
+    assert "pip install 'oomproof[gpu-compile]'" in why_not(data)
+    with pytest.raises(BackendError, match="gpu-compile"):
+        compile_step(model, data)
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="this machine has no gpu-compile extra")
+def test_trace_and_compiler_agree_for_a_gpu_that_is_not_there():
+    from oomproof.backends.tensorflow.compile import compile_step
+
+    model, batch, (x, y) = MODELS["plain_cnn"]()
+    data = dataclasses.replace(workload(batch, x, y, gpu=True), jit=True)
+    assert replay(trace(model, data)).peak == pytest.approx(compile_step(model, data).peak, rel=0.15)
+    assert not model.optimizer.built
 
 
 def test_a_loop_whose_end_depends_on_data_is_said_to_be_missing():

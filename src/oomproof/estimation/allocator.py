@@ -214,23 +214,24 @@ def _planned(trace: Trace) -> Replay:
         changes[buffer.end + 1] -= size
     timeline = base + np.cumsum(changes[:-1])
     at = int(np.argmax(timeline))
-    peak = base + _packed(temporary)
+    sizes = [_up(max(1, buffer.size), 256) for buffer in temporary]
+    peak = base + max((place + size for place, size in zip(places(temporary), sizes, strict=True)), default=0)
     return Replay(peak, peak, at, _live(trace, at), tuple(int(size) for size in timeline))
 
 
-def _packed(buffers: Sequence[Buffer]) -> int:
-    """Bytes of a block in which all of them have a place for their time: the largest first, each where it fits best."""
-    order = sorted(buffers, key=lambda b: (-b.size, b.start))
-    sizes = np.array([_up(max(1, b.size), 256) for b in order], dtype=np.int64)
-    starts = np.array([b.start for b in order])
-    ends = np.array([b.end for b in order])
-    places = np.zeros(len(order), dtype=np.int64)
-    for index in range(len(order)):
-        meets = np.flatnonzero((starts[:index] <= ends[index]) & (ends[:index] >= starts[index]))
-        meets = meets[np.argsort(places[meets], kind="stable")]
+def places(buffers: Sequence[Buffer]) -> list[int]:
+    """Where each lies in a block in which all have a place for their time: largest first, each where it fits best."""
+    order = sorted(range(len(buffers)), key=lambda index: (-buffers[index].size, buffers[index].start))
+    sizes = np.array([_up(max(1, buffers[index].size), 256) for index in order], dtype=np.int64)
+    starts = np.array([buffers[index].start for index in order])
+    ends = np.array([buffers[index].end for index in order])
+    found = np.zeros(len(order), dtype=np.int64)
+    for rank in range(len(order)):
+        meets = np.flatnonzero((starts[:rank] <= ends[rank]) & (ends[:rank] >= starts[rank]))
+        meets = meets[np.argsort(found[meets], kind="stable")]
         # The gaps between what is there already, the last one endless.
-        tops = np.maximum.accumulate(np.concatenate([[0], places[meets] + sizes[meets]]))
-        gaps = np.concatenate([places[meets], [ENDLESS]]) - tops
-        fitting = np.flatnonzero(gaps >= sizes[index])
-        places[index] = tops[fitting[np.argmin(gaps[fitting])]]
-    return int((places + sizes).max(initial=0))
+        tops = np.maximum.accumulate(np.concatenate([[0], found[meets] + sizes[meets]]))
+        gaps = np.concatenate([found[meets], [ENDLESS]]) - tops
+        fitting = np.flatnonzero(gaps >= sizes[rank])
+        found[rank] = tops[fitting[np.argmin(gaps[fitting])]]
+    return [int(place) for _, place in sorted(zip(order, found, strict=True))]

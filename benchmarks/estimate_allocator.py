@@ -1,0 +1,52 @@
+"""TensorFlow's traced steps against what real steps take from its real allocator, on a CPU.
+
+    python benchmarks/estimate_allocator.py
+
+The models and the measuring are those of tests/backends (trace_models.py, trace_child.py). Two errors each: of the
+bytes that are asked for, and of the peak that the allocator reports, which counts the blocks it gave for them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+from _common import write_result
+
+TESTS = pathlib.Path(__file__).parents[1] / "tests" / "backends"
+os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+sys.path.insert(0, str(TESTS))
+
+
+def main() -> None:
+    from oomproof.estimation.allocator import replay
+
+    measured = importlib.import_module("test_trace_tensorflow")
+    names = sorted(measured.MODELS)
+    child = [sys.executable, str(TESTS / "trace_child.py"), *names]
+    done = subprocess.run(child, capture_output=True, text=True, cwd=TESTS, check=True)
+    real: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    rows = []
+    for name in names:
+        found = measured.traced(name)
+        asked, reported = measured.peak(found)[0], replay(found).peak
+        errors = {"asked_for": asked / real[name]["asked for"] - 1, "reported": reported / real[name]["peak"] - 1}
+        rows.append({"model": name, "measured": real[name], "error": errors})
+    summary = {
+        kind: {
+            "median": statistics.median(abs(row["error"][kind]) for row in rows),
+            "worst": max((row["error"][kind] for row in rows), key=abs),
+        }
+        for kind in ("asked_for", "reported")
+    }
+    write_result("estimate-allocator", {**summary, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
