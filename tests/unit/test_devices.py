@@ -5,6 +5,8 @@ import pytest
 from oomproof import devices
 
 MIB = 2**20
+# Of compute capability 6, 7, 8 and 9.
+CARDS = ("p100-16gb", "t4", "rtx-3090", "h200")
 
 
 @pytest.mark.parametrize(
@@ -50,8 +52,10 @@ def test_what_frameworks_can_use(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     card = devices.find("rtx-3090")
     assert card.usable("jax") == card.memory * 3 // 4
-    # Kept back by TensorFlow on compute capability 8: 1536 MiB, besides the context.
-    assert card.memory - 2100 * MIB < card.usable("tensorflow") < card.memory - 1536 * MIB
+    # Kept back by TensorFlow, by compute capability, besides the context.
+    kept = {name: devices.find(name).memory - devices.find(name).usable("tensorflow") for name in CARDS}
+    assert [kept[name] - kept["p100-16gb"] for name in CARDS] == [0, 550 * MIB, 1036 * MIB, 1300 * MIB]
+    assert 500 * MIB < kept["p100-16gb"] < 1000 * MIB
     assert card.usable("tensorflow") < card.usable("torch") < card.memory
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert card.usable("jax") == int(card.memory * 0.9)
