@@ -25,8 +25,8 @@ import time
 
 MIB = 2**20
 _LARGE = MIB // 2  # Requests from here on are mapped one by one.
-_HOLE = _LARGE - 64 * 1024
-_RESERVE = 96 * MIB
+_HOLE = _LARGE - 1024
+_RESERVE = 128 * MIB
 
 
 def environment(backend, limit):
@@ -171,11 +171,9 @@ class ProcessLimit(Unlimited):
             self._limiting = True
 
     def _reserve(self):
-        blocks, pins = [], []
-        for _ in range(_RESERVE // _HOLE):
-            blocks.append(self._libc.malloc(_HOLE))
-            pins.append(self._libc.malloc(64))  # Stays, so that holes do not become one.
-        for block in blocks:
+        """Holes in the heap. Every other block stays, untouched, so that two holes never become one."""
+        blocks = [self._libc.malloc(_HOLE) for _ in range(2 * (_RESERVE // _HOLE))]
+        for block in blocks[::2]:
             self._libc.free(block)
 
     def _plug(self):
