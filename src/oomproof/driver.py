@@ -115,7 +115,8 @@ class Driver:
 
     @property
     def plan(self) -> Plan:
-        return Plan(self._micro("train", self._unit), self._lean, self._caveats or ())
+        micro = self._micro("train", self._unit)
+        return Plan(micro_batch_size=micro, lean_commit=self._lean, caveats=self._caveats or ())
 
     # One batch
 

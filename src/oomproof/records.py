@@ -34,24 +34,81 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
+class Alternative:
+    """A way to run a batch that was looked at.
+
+    Attributes:
+        name: The levers it uses, such as `"4 × 256, recomputing 3 of 9"`.
+        predicted: Bytes at the peak, or `None` when that is not known.
+        relative_time: Time of a step, as a multiple of the plain one.
+        exact: Whether the outcome is that of the plain step, up to rounding.
+        taken: Whether it is the plan.
+        why: Why it was taken or not.
+    """
+
+    name: str
+    predicted: int | None
+    relative_time: float
+    exact: bool
+    taken: bool
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """How one logical batch is run.
 
     Attributes:
         micro_batch_size: No piece of a batch holds more samples than this; `None` runs batches whole.
+        recompute: Stretches of the model whose forward pass is computed again in the backward pass instead of being
+            kept. Each is the label of a layer, or of the first and the last of a stretch: `"conv_1..relu_3"`.
+        jit_compile: Compile the step with XLA, or not; `None` leaves it as the model was compiled.
+        precision: Dtype policy to train with; `None` leaves the model's own.
         lean_commit: Apply the update variable by variable from the host, when the device has no room for the
             new values beside the old ones. Slower.
         caveats: What is not exactly the same as on unlimited memory, in words.
+        batch_size: The batch it was made for, or `None`.
+        predicted: Bytes at the peak, or `None` when nobody looked.
+        limit: Bytes it was to fit into, or `None`.
+        relative_time: Time of a step, as a multiple of the plain one's, or `None`.
+        segments: Into how many stretches the model can be cut.
+        alternatives: What else was looked at.
     """
 
     micro_batch_size: int | None = None
+    recompute: tuple[str, ...] = ()
+    jit_compile: bool | None = None
+    precision: str | None = None
     lean_commit: bool = False
     caveats: tuple[str, ...] = ()
+    batch_size: int | None = None
+    predicted: int | None = None
+    limit: int | None = None
+    relative_time: float | None = None
+    segments: int = 0
+    alternatives: tuple[Alternative, ...] = ()
 
     def __str__(self) -> str:
         size = "whole batches" if self.micro_batch_size is None else f"micro-batches of {self.micro_batch_size}"
         lean = ", lean commit" if self.lean_commit else ""
         return size + lean + "".join(f"\n  not exact: {caveat}" for caveat in self.caveats)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        lists = {name: tuple(data.get(name, ())) for name in ("recompute", "caveats")}
+        alternatives = tuple(Alternative(**each) for each in data.get("alternatives", ()))
+        return cls(**{**data, **lists, "alternatives": alternatives})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the record as JSON."""
+        pathlib.Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        return cls.from_json(json.loads(pathlib.Path(path).read_text()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +186,7 @@ class Run:
             **{
                 **data,
                 "device": Device(**data["device"]),
-                "plan": Plan(**{**data["plan"], "caveats": tuple(data["plan"]["caveats"])}),
+                "plan": Plan.from_json(data["plan"]),
                 "events": tuple(Event(**event) for event in data["events"]),
             }
         )

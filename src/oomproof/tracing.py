@@ -48,6 +48,7 @@ class Workload:
         phase: Training, evaluation or prediction.
         jit: Whether the step is compiled (XLA on TensorFlow and JAX, torch.compile on torch).
         target: Where it is to run.
+        recompute: Stretches of the model that are computed again in the backward pass, as in `Plan.recompute`.
     """
 
     x: Any
@@ -55,6 +56,7 @@ class Workload:
     phase: Phase
     jit: bool
     target: Target = Target()
+    recompute: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,3 +145,52 @@ class Compiled:
     @property
     def peak(self) -> int:
         return self.arguments + self.temporary + self.outputs - self.aliased
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stretch:
+    """The model between two neighbouring places where it can be cut, for a batch of a certain size.
+
+    Attributes:
+        first: Label of its first call (see `backends.common.calls`).
+        last: Label of its last call.
+        kept: Bytes it makes that are alive when the forward pass is over, because some backward pass needs them.
+        crossing: Bytes of its results that later stretches need: after its own end, after the end of the next
+            stretch, and so on. What a recomputed stretch keeps of itself.
+        work: Most bytes alive beside `kept` and gradients of weights while its backward pass runs.
+        gradients: Bytes of the gradients of its weights.
+        cost: Time of its forward pass, as a share of the whole forward pass.
+        recomputable: Whether it may be computed twice.
+    """
+
+    first: str
+    last: str
+    kept: int
+    crossing: tuple[int, ...]
+    work: int
+    gradients: int
+    cost: float
+    recomputable: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chain:
+    """A training step as planning sees it: what is there whatever the plan, and stretches that can be recomputed.
+
+    Attributes:
+        batch_size: Samples that `stretches`, `inputs` and `outside` are for.
+        stretches: In the order of the forward pass.
+        resident: Bytes of weights and optimizer state.
+        inputs: Bytes of the batch.
+        outside: Bytes kept for the backward pass by what is no stretch: the loss, metrics.
+        update: Most bytes beside `resident` and gradients while the optimizer runs.
+        peak: Bytes at the peak of the plain step, as estimated. The rest explains it; this is what counts.
+    """
+
+    batch_size: int
+    stretches: tuple[Stretch, ...]
+    resident: int
+    inputs: int
+    outside: int
+    update: int
+    peak: int

@@ -1,0 +1,88 @@
+"""A built model as the list of calls Keras makes when it runs it, each with a label to name it by.
+
+A label is the path of a layer from the outermost model inwards, without that model's own name: `"backbone/conv_1"`.
+Later calls of a shared layer have a number: `"dense#2"`. A stretch is one label, or the first and the last of calls that
+follow each other in one graph: `"backbone/conv_1..backbone/relu_3"`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras.src.models.functional import Functional
+from keras.src.ops.function import Function
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a layer or operation of a graph.
+
+    Attributes:
+        label: See above.
+        node: Keras's record of the call.
+        inputs: Ids of the symbolic tensors it takes.
+        outputs: Ids of those it makes.
+    """
+
+    label: str
+    node: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def operation(self) -> Any:
+        return self.node.operation
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """A model, or a model within a model, that Keras runs call by call.
+
+    Attributes:
+        prefix: Of the labels of its calls, with a slash at the end; empty for the outermost.
+        function: What runs it: the model itself, or what a Sequential model made of its layers.
+        calls: In the order in which Keras makes them.
+    """
+
+    prefix: str
+    function: Any
+    calls: tuple[Call, ...]
+
+
+def graph_of(model: Any) -> Any | None:
+    """What runs a model call by call, or `None` where its code is its own."""
+    if isinstance(model, keras.Sequential):
+        return model._functional if type(model).call is keras.Sequential.call else None
+    return model if isinstance(model, Functional) and type(model).call is Functional.call else None
+
+
+def graphs(model: Any, prefix: str = "") -> Iterator[Graph]:
+    """The graph of a model and those of the models in it, outermost first. None for a model with code of its own."""
+    function = graph_of(model)
+    if function is None:
+        return
+    found = Graph(prefix, function, tuple(_calls(function, prefix)))
+    yield found
+    seen: set[int] = set()
+    for call in found.calls:
+        inner = call.operation
+        if isinstance(inner, keras.Model) and id(inner) not in seen:
+            seen.add(id(inner))
+            yield from graphs(inner, f"{prefix}{inner.name}/")
+
+
+def _calls(function: Function, prefix: str) -> Iterator[Call]:
+    times: collections.Counter[int] = collections.Counter()
+    for depth in sorted(function._nodes_by_depth, reverse=True):
+        for node in function._nodes_by_depth[depth]:
+            if not node.operation or node.is_input:
+                continue
+            times[id(node.operation)] += 1
+            number = times[id(node.operation)]
+            label = f"{prefix}{node.operation.name}" + (f"#{number}" if number > 1 else "")
+            inputs = tuple(id(tensor) for tensor in node.input_tensors)
+            yield Call(label, node, inputs, tuple(id(tensor) for tensor in node.outputs))
