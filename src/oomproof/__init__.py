@@ -16,15 +16,17 @@ from oomproof.errors import (
     RecoveryFailedError,
     UnsupportedModelError,
 )
-from oomproof.records import Device, Estimate, Event, Plan, Run, Verification
+from oomproof.records import Alternative, Device, Estimate, Event, Plan, Run, Verification
 
 if TYPE_CHECKING:
     from oomproof.estimation.estimator import estimate, max_batch_size
     from oomproof.loops import gradients
+    from oomproof.plans import plan
     from oomproof.training import fit, guard, unguard
     from oomproof.verification import verify
 
 __all__ = [
+    "Alternative",
     "BackendError",
     "CannotFitError",
     "Device",
@@ -42,6 +44,7 @@ __all__ = [
     "gradients",
     "guard",
     "max_batch_size",
+    "plan",
     "unguard",
     "verify",
 ]
@@ -53,6 +56,7 @@ _ROOMS = {
     "guard": "oomproof.training",
     "unguard": "oomproof.training",
     "gradients": "oomproof.loops",
+    "plan": "oomproof.plans",
     "verify": "oomproof.verification",
 }
 

@@ -85,7 +85,7 @@ Source = Annotated[
 ]
 GpuName = Annotated[str | None, typer.Option(help="A card: `oomproof gpus` lists them.")]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a card that is not listed, such as 24GiB.")]
-EngineName = Annotated[str, typer.Option(help="trace, compile, or auto for the most exact one that works here.")]
+EngineName = Annotated[str, typer.Option(help="trace, compile, probe (runs small steps here), or auto.")]
 PhaseName = Annotated[str, typer.Option(help="train, test or predict.")]
 Precision = Annotated[str | None, typer.Option(help="A dtype policy, such as mixed_bfloat16.")]
 Jit = Annotated[bool | None, typer.Option("--jit/--no-jit", help="Compiled or not; default: as Keras decides.")]
@@ -165,6 +165,56 @@ def max_batch_size(
     import oomproof
 
     typer.echo(oomproof.max_batch_size(loaded, input_shape=shape, **options))
+
+
+@app.command()
+def plan(
+    model: Source = "",
+    batch_size: Annotated[str, typer.Option(metavar="N", help="Samples in a batch.")] = "",
+    budget: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory to stay below: 12GiB, or 90%.")] = None,
+    gpu: GpuName = None,
+    memory: Memory = None,
+    allow: Annotated[
+        str,
+        typer.Option(
+            metavar="LEVERS",
+            help="default, exact, or some of microbatch, recompute, xla, mixed_precision, batch_statistics.",
+        ),
+    ] = "default",
+    input_shape: Shapes = None,
+    classes: Classes = None,
+    optimizer: Optimizer = "adam",
+    backend: BackendName = None,
+    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Look up and remember plans on disk.")] = True,
+    clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Forget every plan and leave.")] = False,
+    output: Annotated[pathlib.Path | None, typer.Option(metavar="PATH", help="Also write the plan as JSON.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say how a batch can be trained within a budget, and what each way costs. The GPU need not be there.
+
+    Exit code: 3 if nothing that is allowed fits, 2 for bad input.
+    """
+    if clear_cache:
+        from oomproof import plan_cache
+
+        typer.echo(f"{plan_cache.forget()} plans forgotten")
+        return
+    if not model or not batch_size:
+        raise ValueError(
+            "Expected a model and --batch-size. Example: oomproof plan model.keras --batch-size 1024 --gpu t4"
+        )
+    size = _whole_number(batch_size)
+    loaded, shape, notes = _loaded(model, backend, input_shape, classes, optimizer, None)
+
+    import oomproof
+
+    levers = allow if allow in ("default", "exact") else {word.strip() for word in allow.split(",")}
+    found = oomproof.plan(
+        loaded, size, budget=budget, gpu=gpu, memory=memory, allow=levers, input_shape=shape, cache=cache
+    )
+    if output is not None:
+        found.save(output)
+    typer.echo(jsonlib.dumps(found.to_json(), indent=2) if json else "\n".join([str(found), *notes]))
 
 
 @app.command()

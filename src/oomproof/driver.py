@@ -14,61 +14,21 @@ from typing import Any
 
 from oomproof import refusals
 from oomproof.backends.base import DeviceMemory, Flight, Shortage, Step
+from oomproof.batches import Batch, Settings, Sizing
 from oomproof.journal import Journal, reason
 from oomproof.records import EventKind, Phase, Plan, Run
 from oomproof.step import recover
-from oomproof.step.recover import Evidence
 from oomproof.step.split import largest_piece, piece_count
 from oomproof.units import format_bytes
 
 # Small steps that may be run to learn what a larger one needs; under XLA each of them is a compile.
 _PROBES = 8
 _COMPILED_PROBES = 3
+# How often a plan is made anew, and by how much it is then taken for too low.
+_REPLANS = 3
+_CAUTION = 1.2
 # An allocator that is nearly full waits for memory instead of failing. TensorFlow's waits ten seconds.
 _STALL_SECONDS = 8.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What the user asked for.
-
-    Attributes:
-        budget: Bytes not to be exceeded, or `None` for what the device has.
-        micro_batch_size: Samples to run at a time at most, or `None` to choose.
-        may_split: Whether batches may be cut at all.
-        exact_only: Refuse to cut where the result would not be exactly the same.
-        start: The plan to begin with.
-    """
-
-    budget: int | None = None
-    micro_batch_size: int | None = None
-    may_split: bool = True
-    exact_only: bool = False
-    start: Plan | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """A logical batch: `size` samples of `unit` bytes each."""
-
-    phase: Phase
-    data: Any
-    spec: Any
-    size: int
-    unit: int
-
-    def volume(self, pieces: int) -> int:
-        return largest_piece(self.size, pieces) * self.unit
-
-
-@dataclasses.dataclass
-class Sizing:
-    """What is known of one phase, and the volume a piece may have at most (`None`: no limit yet)."""
-
-    evidence: Evidence = dataclasses.field(default_factory=Evidence)
-    volume: int | None = None
-    may_grow: bool = False
-    quickest: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
 
 
 class Driver:
@@ -93,6 +53,9 @@ class Driver:
         self._unit = 1
         self._resting = 0
         self._unrepeated: BaseException | None = None
+        self._planned: Plan | None = None
+        # How often a plan was asked for. It is made before the first step, and again when it was not kept.
+        self._plans = 0
         if settings.budget is not None and not self._device.measurable:
             raise refusals.budget_cannot_be_held(settings.budget, self._device, memory.advice)
 
@@ -116,7 +79,17 @@ class Driver:
     @property
     def plan(self) -> Plan:
         micro = self._micro("train", self._unit)
-        return Plan(micro_batch_size=micro, lean_commit=self._lean, caveats=self._caveats or ())
+        made = self._planned or Plan()
+        if made.micro_batch_size != micro:
+            # Its figures are no longer those of what runs.
+            made = dataclasses.replace(made, predicted=None, relative_time=None, alternatives=())
+        return dataclasses.replace(
+            made,
+            micro_batch_size=micro,
+            recompute=self.step.recompute,
+            lean_commit=self._lean,
+            caveats=self._caveats or (),
+        )
 
     # One batch
 
@@ -252,6 +225,10 @@ class Driver:
     # Before a batch: start below the budget, shrink ahead of a failure, grow once an epoch
 
     def _before(self, batch: Batch) -> None:
+        if batch.phase == "train" and not self._plans:
+            plan = self._plan_ahead(batch)
+            if plan is not None and plan is not self.settings.start:
+                self._note_plan(batch, "plan", plan, self._free())
         if self._pieces(batch) > 1:
             self._check_splittable(batch)
         if not self._measurable:
@@ -276,6 +253,47 @@ class Driver:
             smaller = recover.smaller(sizing.evidence, volume, free, self._headroom)
             if smaller is not None:
                 self._resize(batch, "shrink", smaller, needed=need, free=free)
+
+    def _plan_ahead(self, batch: Batch, caution: float = 1.0) -> Plan | None:
+        """Looks for a way to run this batch before it is run, and takes it; `None` where that changes nothing."""
+        self._plans += 1
+        plan, propose = self.settings.start, self.settings.propose
+        if plan is None and propose is not None and self._measurable:
+            resident = self.step.resident()
+            # The model is on the device already, so what is in use counts less its own share.
+            plan = propose(
+                batch.data, self._device, self._free() + resident["weights"] + resident["optimizer"], caution
+            )
+        if plan is None:
+            return None
+        changed = plan.recompute != self.step.recompute
+        self.step.recompute = plan.recompute
+        sizing = self._sizing["train"]
+        if plan.micro_batch_size is not None and self.settings.start is None:
+            volume = plan.micro_batch_size * batch.unit
+            changed |= sizing.volume is None or volume < sizing.volume
+            sizing.volume = volume
+        if not changed:
+            return None
+        # What was measured is the step without these levers.
+        sizing.evidence = dataclasses.replace(sizing.evidence, needs=())
+        self._planned = plan
+        return plan
+
+    def _note_plan(self, batch: Batch, kind: EventKind, plan: Plan, free: int | None, seconds: float = 0.0) -> None:
+        message = plan.sentence if kind == "plan" else f"ran out of memory, so now {plan.sentence}; nothing lost"
+        after = largest_piece(batch.size, self._pieces(batch))
+        self.journal.note(
+            kind,
+            batch.phase,
+            batch.size,
+            message,
+            before=batch.size,
+            after=after,
+            needed=plan.predicted,
+            free=free,
+            seconds=seconds,
+        )
 
     def _free(self) -> int:
         use = self.memory.usage()
@@ -369,6 +387,9 @@ class Driver:
         if shortage.needed is not None:
             sizing.evidence = sizing.evidence.with_need(volume, shortage.needed)
         sizing.evidence = sizing.evidence.with_failure(volume, free)
+        if batch.phase == "train" and (plan := self._plan_again(batch)) is not None:
+            self._note_plan(batch, "oom", plan, free, seconds)
+            return
         smaller = None
         if volume > batch.unit and self.step.splittable(batch.data):
             if self._measurable:
@@ -384,6 +405,17 @@ class Driver:
             self._go_lean(batch, "commit-oom", free, seconds)
         else:
             self._give_up(batch, pieces, shortage, free, seconds)
+
+    def _plan_again(self, batch: Batch) -> Plan | None:
+        """After a failure: a plan where none was thought necessary, or a more cautious one where cutting is not exact.
+
+        Where cutting is exact, pieces that are measured are the better answer to a plan that was not kept.
+        """
+        if self.settings.start is not None or self._plans > _REPLANS:
+            return None
+        if self._planned is not None and not self._caveats_of(batch):
+            return None
+        return self._plan_ahead(batch, caution=_CAUTION**self._plans)
 
     def _release(self) -> None:
         # Collecting garbage takes a good part of a second in a large process, so only where it is needed.

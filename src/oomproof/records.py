@@ -72,6 +72,7 @@ class Plan:
         limit: Bytes it was to fit into, or `None`.
         relative_time: Time of a step, as a multiple of the plain one's, or `None`.
         segments: Into how many stretches the model can be cut.
+        recomputed: How many of these are recomputed. One of `recompute` may be several.
         alternatives: What else was looked at.
     """
 
@@ -86,12 +87,52 @@ class Plan:
     limit: int | None = None
     relative_time: float | None = None
     segments: int = 0
+    recomputed: int = 0
     alternatives: tuple[Alternative, ...] = ()
 
+    @property
+    def sentence(self) -> str:
+        """All of it in a line: what is done, and what it was predicted to take."""
+        parts = [self._cut()]
+        if self.recompute and self.segments:
+            parts.append(f"recomputing {self.recomputed or len(self.recompute)} of {self.segments} segments")
+        elif self.recompute:
+            parts.append(f"recomputing {', '.join(self.recompute)}")
+        if self.jit_compile is not None:
+            parts.append("compiled with XLA" if self.jit_compile else "without XLA")
+        parts += [f"in {self.precision}"] if self.precision else []
+        parts += ["lean commit"] if self.lean_commit else []
+        expected = self._expected()
+        if not expected:
+            return ", ".join(parts)
+        exact = f"not exact: {'; '.join(self.caveats)}" if self.caveats else "exact"
+        return f"{', '.join(parts)}: {expected} ({exact})"
+
     def __str__(self) -> str:
-        size = "whole batches" if self.micro_batch_size is None else f"micro-batches of {self.micro_batch_size}"
-        lean = ", lean commit" if self.lean_commit else ""
-        return size + lean + "".join(f"\n  not exact: {caveat}" for caveat in self.caveats)
+        if not self._expected():
+            return self.sentence + "".join(f"\n  not exact: {caveat}" for caveat in self.caveats)
+        return "\n".join([*_alternatives(self.alternatives), self.sentence])
+
+    def _cut(self) -> str:
+        micro, batch = self.micro_batch_size, self.batch_size
+        if batch is None:
+            return "whole batches" if micro is None else f"micro-batches of {micro}"
+        if micro is None or micro >= batch:
+            return f"batch {batch} whole"
+        return f"batch {batch} as {-(-batch // micro)} × {micro}"
+
+    def _expected(self) -> str:
+        expected = []
+        if self.predicted is not None:
+            size = format_bytes(self.predicted)
+            if self.limit is not None:
+                limit = format_bytes(self.limit)
+                same_unit = size.split()[1] == limit.split()[1]
+                size = f"{size.split()[0] if same_unit else size} of {limit}"
+            expected.append(f"predicted {size}")
+        if self.relative_time is not None:
+            expected.append(f"about {self.relative_time:.1f}× step time")
+        return ", ".join(expected)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -204,7 +245,7 @@ class Run:
         lines = [
             f"{self.backend} on {self.device}",
             f"steps: {steps}; {self.seconds:.1f} s",
-            f"plan: {self.plan}",
+            f"plan: {self.plan.sentence if self.plan.alternatives else self.plan}",
             f"peak: {'not measured' if self.peak is None else format_bytes(self.peak)}"
             + ("" if self.budget is None else f" of a budget of {format_bytes(self.budget)}"),
             f"out of memory: {self.ooms} {'time' if self.ooms == 1 else 'times'}",
@@ -364,6 +405,27 @@ class Estimate:
         if self.low > self.limit:
             return f"usable on {self.gpu}: does not fit, {format_bytes(self.low - self.limit)} too much"
         return f"usable on {self.gpu}: may not fit, up to {format_bytes(self.high - self.limit)} too much"
+
+
+def _alternatives(rows: tuple[Alternative, ...]) -> list[str]:
+    if not rows:
+        return []
+    cells = [("way", "predicted", "time", "exact", "why")]
+    cells += [
+        (
+            row.name,
+            "?" if row.predicted is None else format_bytes(row.predicted),
+            f"{row.relative_time:.2f}×",
+            "yes" if row.exact else "no",
+            row.why,
+        )
+        for row in rows
+    ]
+    name, size, time, exact, _ = (max(map(len, column)) for column in zip(*cells, strict=True))
+    return [
+        f"  {cell[0]:<{name}}  {cell[1]:>{size}}  {cell[2]:>{time}}  {cell[3]:<{exact}}  {cell[4]}".rstrip()
+        for cell in cells
+    ]
 
 
 def _sizes(rows: list[tuple[str, int]], whole: int) -> list[str]:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import logging
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from oomproof import backends
 from oomproof.backends.common.callbacks import epochs_told
-from oomproof.driver import Driver, Settings
+from oomproof.backends.common.precision import compiled, trained_in
+from oomproof.batches import Settings
+from oomproof.driver import Driver
 from oomproof.errors import RecoveryFailedError
+from oomproof.plans import Planner, allowed
 from oomproof.records import Plan, Run
 from oomproof.step.split import checked_size
 from oomproof.units import parse_budget
 
-_LEVERS = {"microbatch", "batch_statistics"}
-_ALLOWED = {"exact": frozenset({"microbatch"}), "default": frozenset(_LEVERS)}
 _WRAPPED = ("fit", "evaluate", "predict", "compile", "quantize", "train_on_batch", "test_on_batch", "predict_on_batch")
 _GUARD = "_oomproof_guard"
 _PHASES = ("train", "test", "predict")
@@ -32,7 +34,7 @@ def guard(
     budget: int | str | None = None,
     micro_batch_size: int | str = "auto",
     plan: Plan | None = None,
-    allow: str | set[str] = "default",
+    allow: str | Iterable[str] = "default",
     verbose: int | str = "auto",
 ) -> Any:
     """Makes `fit`, `evaluate` and `predict` of a Keras model survive running out of memory.
@@ -44,9 +46,10 @@ def guard(
         model: A Keras model. It may be unbuilt and uncompiled.
         budget: Memory to stay below: bytes, `"8GiB"`, `"90%"`, or `None` for what the device has.
         micro_batch_size: Samples to run at a time at most, or `"auto"`.
-        plan: Start from a plan, such as `history.run.plan` of an earlier run.
+        plan: Follow this plan, made by `oomproof.plan` or by an earlier run (`history.run.plan`), instead of making
+            one.
         allow: `"default"`; `"exact"` refuses to split where that changes the result (BatchNorm); or a set of
-            `"microbatch"` and `"batch_statistics"`.
+            `"microbatch"`, `"recompute"`, `"xla"`, `"mixed_precision"` and `"batch_statistics"`.
         verbose: `0` logs nothing; `"auto"` follows the `verbose` of `fit`.
 
     Returns:
@@ -68,18 +71,20 @@ def guard(
     backend = backends.current()
     backend.check_model(model)
     device = backend.memory().describe()
-    levers = _checked_levers(allow)
+    levers, micro = allowed(allow), checked_size(micro_batch_size)
+    planner = Planner(backend, model, levers, named_levers=not isinstance(allow, str), micro_batch_size=micro)
     settings = Settings(
         budget=parse_budget(budget, device.limit),
-        micro_batch_size=checked_size(micro_batch_size),
+        micro_batch_size=micro,
         may_split="microbatch" in levers,
         exact_only="batch_statistics" not in levers,
         start=_checked_plan(plan),
+        propose=planner.propose,
     )
     if verbose not in ("auto", 0, 1, 2):
         raise ValueError(f'Expected `verbose` to be "auto", 0, 1 or 2. Received: verbose={verbose!r}')
     unguard(model)
-    _Guard(backend, model, settings, verbose).attach()
+    _Guard(backend, model, settings, planner, verbose).attach()
     return model
 
 
@@ -100,7 +105,7 @@ def fit(
     budget: int | str | None = None,
     micro_batch_size: int | str = "auto",
     plan: Plan | None = None,
-    allow: str | set[str] = "default",
+    allow: str | Iterable[str] = "default",
     **fit_kwargs: Any,
 ) -> Any:
     """`model.fit`, guarded for this one call.
@@ -140,16 +145,6 @@ def fit(
             already.attach()
 
 
-def _checked_levers(allow: str | set[str]) -> frozenset[str]:
-    if isinstance(allow, str) and allow in _ALLOWED:
-        return _ALLOWED[allow]
-    if isinstance(allow, set | frozenset | list | tuple) and set(allow) <= _LEVERS:
-        return frozenset(allow)
-    raise ValueError(
-        f'Expected `allow` to be "default", "exact" or a set of {sorted(_LEVERS)}. Received: allow={allow!r}'
-    )
-
-
 def _checked_plan(plan: Plan | None) -> Plan | None:
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"Expected `plan` to be an oomproof.Plan. Received: plan={plan!r}")
@@ -159,10 +154,12 @@ def _checked_plan(plan: Plan | None) -> Plan | None:
 class _Guard:
     """What is attached to a guarded model: Keras's methods, wrapped, and the driver of its batches."""
 
-    def __init__(self, backend: Any, model: Any, settings: Settings, verbose: int | str) -> None:
+    def __init__(self, backend: Any, model: Any, settings: Settings, planner: Planner, verbose: int | str) -> None:
         self._backend = backend
         self._model = model
         self._settings = settings
+        self._planner = planner
+        self._changes = contextlib.ExitStack()
         self._verbose = verbose
         self._driver: Driver | None = None
         self._depth = 0
@@ -179,6 +176,7 @@ class _Guard:
 
     def detach(self) -> None:
         self._backend.uninstall(self._model)
+        self._changes.close()
         for name in (*_WRAPPED, _GUARD):
             vars(self._model).pop(name, None)
         vars(self._model).update(self._own)
@@ -190,6 +188,7 @@ class _Guard:
             def change(*args: Any, **kwargs: Any) -> Any:
                 # Another loss or optimizer, or other weights, are another step.
                 self._driver = None
+                self._changes.close()
                 return method(*args, **kwargs)
 
             return change
@@ -207,6 +206,8 @@ class _Guard:
         bound = inspect.signature(method).bind(*args, **kwargs)
         self._check_batch_size(name, bound.arguments)
         verbose = self._verbose if self._verbose != "auto" else bound.arguments.get("verbose", "auto")
+        if name == "fit" and self._driver is None:
+            self._change_model(bound.arguments)
         driver = self._ready()
         driver.begin(silent=verbose == 0, may_grow=not name.endswith("on_batch"))
         self._depth += 1
@@ -244,6 +245,21 @@ class _Guard:
             logger.warning(f"oomproof: the model has its own {phase}_step, which is left to Keras and not guarded")
         self._told |= left_out
         return self._driver
+
+    def _change_model(self, arguments: dict[str, Any]) -> None:
+        """Precision and compilation are the model's own, so they are changed before Keras begins, until `unguard`."""
+        plan = self._settings.start
+        if plan is None and self._planner.changes_models:
+            plan = self._planner.propose_for(arguments, self._backend.memory(), self._settings.budget)
+            if plan is not None and (plan.precision or plan.jit_compile is not None):
+                logger.warning(f"oomproof: {plan.sentence}")
+                self._settings = dataclasses.replace(self._settings, start=plan)
+        if plan is None:
+            return
+        if plan.precision is not None:
+            self._changes.enter_context(trained_in(self._model, plan.precision))
+        if plan.jit_compile is not None:
+            self._changes.enter_context(compiled(self._model, plan.jit_compile))
 
     def _record(self, driver: Driver) -> Run:
         return driver.record(self._backend.name, self._backend.versions())

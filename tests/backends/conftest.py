@@ -41,6 +41,14 @@ def float64():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def no_plans_of_yesterday(tmp_path_factory):
+    """Plans are remembered on disk. Every run of the tests makes its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def weights_as_given():
     """Keras masks sample weights in place on torch, so plain training's weighted metrics see other weights than it was
     given (docs/backends.md). Repaired here, or there would be no right History to compare with."""

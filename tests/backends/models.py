@@ -11,7 +11,7 @@ from here import USUAL, set_mode
 from keras import layers, ops
 
 import oomproof
-from oomproof.driver import Sizing
+from oomproof.batches import Sizing
 
 BATCH = 12
 # Two full batches and a short one.

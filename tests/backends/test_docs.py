@@ -69,9 +69,10 @@ def test_own_loops():
         assert np.isfinite(float(loss))
 
 
-def test_verify_and_training_pages():
+def test_verify_and_training_pages(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # A page saves a plan.
     namespace = names()
-    for page in ("README.md", "docs/exactness.md", "docs/estimating.md"):
+    for page in ("README.md", "docs/exactness.md", "docs/estimating.md", "docs/planning.md"):
         for block in blocks(page):
             # No page is long enough to need the sizes it shows.
             code = block.replace("1024", "32").replace("epochs=10", "epochs=1, verbose=0")

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomproof.backends.fake import FakeMemory, FakeShortageError, FakeStep
-from oomproof.driver import Driver, Settings
+from oomproof.batches import Settings
+from oomproof.driver import Driver
 from oomproof.errors import BackendError, CannotFitError, RecoveryFailedError
 
 BATCH = list(range(256))

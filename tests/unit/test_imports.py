@@ -14,12 +14,13 @@ FRAMEWORKS = {"tensorflow", "jax", "torch"}
 
 FOUNDATION = {"errors", "units", "records", "tracing", "_version"}
 LEAF_ROOMS = {"estimation", "profiling", "data", "parallel"}
-PURE_ROOMS = {"planning", "step.recover", "diagnosis", "reporting"}
+PURE_ROOMS = {"planning", "step.recover", "step.remat", "diagnosis", "reporting"}
 BELOW_TRAINING = (
     FOUNDATION
     | LEAF_ROOMS
     | PURE_ROOMS
-    | {"devices", "step", "backends", "driver", "journal", "refusals", "verification", "loops"}
+    | {"devices", "step", "backends", "batches", "driver", "journal", "refusals", "verification", "loops"}
+    | {"plan_cache", "plans"}
 )
 
 # Which of our rooms a room may import, besides itself. A room is a module or a package of src/oomproof; where two
@@ -30,8 +31,9 @@ MAY_IMPORT = {
     "units": set(),
     "records": {"units"},
     "tracing": {"records"},
-    "planning": FOUNDATION,
+    "planning": FOUNDATION | {"step", "step.remat"},
     "step.recover": FOUNDATION,
+    "step.remat": FOUNDATION,
     "diagnosis": FOUNDATION,
     "reporting": FOUNDATION,
     "devices": FOUNDATION | {"backends"},
@@ -42,7 +44,10 @@ MAY_IMPORT = {
     "journal": FOUNDATION,
     "refusals": FOUNDATION,
     **{room: FOUNDATION | LEAF_ROOMS | {"devices", "step", "backends"} for room in LEAF_ROOMS},
-    "driver": FOUNDATION | {"step", "step.recover", "backends", "journal", "refusals"},
+    "batches": FOUNDATION | {"step", "step.recover"},
+    "driver": FOUNDATION | {"step", "step.recover", "backends", "batches", "journal", "refusals"},
+    "plan_cache": FOUNDATION | {"backends"},
+    "plans": FOUNDATION | {"devices", "backends", "estimation", "planning", "plan_cache"},
     "verification": BELOW_TRAINING,
     "loops": BELOW_TRAINING,
     "training": BELOW_TRAINING,

@@ -68,6 +68,9 @@ class Step(Protocol):
 
     # Bytes not to be exceeded, for steps that know what a program needs before it runs.
     budget: int | None
+    # Stretches that are computed again in the backward pass. Setting it forgets programs that were made for others;
+    # ValueError for labels that the model does not have.
+    recompute: tuple[str, ...]
     # Waits for every step that was believed, and runs those again that failed. The driver's.
     settle: Callable[[], None]
     # What the steps died of that `land` returned.
@@ -89,6 +92,9 @@ class Step(Protocol):
     def test(self, data: Data, pieces: int, spec: Any) -> Logs: ...
 
     def predict(self, data: Data, pieces: int, spec: Any) -> Any: ...
+
+    def loss(self, data: Data, pieces: int) -> float:
+        """The loss of a batch as in evaluation. Writes nothing."""
 
     def gradients(self, data: Data, pieces: int) -> tuple[float, list[Any]]:
         """Loss and gradients as dense arrays, unscaled. Writes nothing."""
@@ -142,6 +148,12 @@ class Backend(Protocol):
         """Raises UnsupportedModelError for a model whose training cannot be taken over."""
 
     def step(self, model: Any) -> Step: ...
+
+    def stretches(self, model: Any) -> tuple[str, ...]:
+        """Labels of the calls that can be recomputed, in order; none for a model with code of its own."""
+
+    def recomputing(self, model: Any, stretches: Sequence[str]) -> AbstractContextManager[None]:
+        """While it lasts, the model computes the stretches again wherever it is differentiated. For plain steps."""
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         """Puts `run` where Keras looks for its train, test and predict functions; returns the phases it took.

@@ -83,6 +83,7 @@ class FakeStep:
     late: frozenset[int] = frozenset()
     flights: list[FakeFlight] = dataclasses.field(default_factory=list)
     budget: int | None = None
+    recompute: tuple[str, ...] = ()
     failure: Exception | None = None
     trained: int = 0
 
@@ -125,6 +126,9 @@ class FakeStep:
     def predict(self, data: Any, pieces: int, spec: Any = None) -> Any:
         self._gradients(largest_piece(len(data), pieces))
         return self._done("predict", data, pieces)
+
+    def loss(self, data: Any, pieces: int) -> float:
+        return 0.0
 
     def gradients(self, data: Any, pieces: int) -> tuple[float, list[Any]]:
         self._gradients(largest_piece(len(data), pieces))

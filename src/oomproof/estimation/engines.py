@@ -51,8 +51,9 @@ class Answer:
     notes: tuple[str, ...] = ()
 
 
-# In the order in which "auto" asks them: the more exact first.
-ENGINES = ("compile", "trace")
+# In the order in which "auto" asks them: the more exact first. One that runs real steps must be asked for by name, and
+# "trace" always answers.
+ENGINES = ("compile", "trace", "probe")
 
 
 def engine_for(name: str, question: Question) -> tuple[str, Any]:

@@ -16,12 +16,13 @@ from keras.src.trainers.trainer import model_supports_jit
 from oomproof import devices
 from oomproof.backends import current
 from oomproof.backends.base import Backend
+from oomproof.backends.common.precision import computed_in
 from oomproof.errors import CannotFitError
 from oomproof.estimation.allocator import Replay, replay
 from oomproof.estimation.bands import band_of
 from oomproof.estimation.engines import Answer, Question, engine_for
 from oomproof.estimation.search import largest
-from oomproof.estimation.workloads import InputShape, check_batch_size, computed_in, describe
+from oomproof.estimation.workloads import InputShape, check_batch_size, describe
 from oomproof.records import Estimate, Phase
 from oomproof.tracing import Buffer, Target, Trace
 from oomproof.units import format_bytes, tensor_bytes
@@ -41,6 +42,7 @@ def estimate(
     micro_batch_size: int | None = None,
     jit: bool | None = None,
     input_shape: InputShape = None,
+    recompute: Sequence[str] = (),
 ) -> Estimate:
     """Says how much memory a step will take, without running it. The GPU need not be there.
 
@@ -51,13 +53,15 @@ def estimate(
         gpu: A card of the catalogue, such as `"rtx-4090"`; `oomproof gpus` lists them. The one in this machine when
             neither this nor `memory` is given.
         memory: The memory of a card that is not in the catalogue, in bytes or as `"24GiB"`.
-        engine: `"trace"`, `"compile"`, or `"auto"` for the most exact one that works here.
+        engine: `"trace"`, `"compile"`, `"probe"` (real steps at small sizes on the device at hand), or `"auto"` for the
+            most exact one that works here and runs nothing.
         phase: `"train"`, `"test"` (evaluate) or `"predict"`.
         precision: Another dtype policy than the model has, such as `"mixed_bfloat16"`.
         micro_batch_size: Estimate for batches that are run in pieces of at most this size, as `guard` does.
         jit: Whether the step is compiled; by default as Keras would decide on a machine with that GPU.
         input_shape: The shape of a sample, where the model leaves it open: a tuple, a list of them for several inputs,
             or a dict by name. A dtype may stand last: `(128, "int32")`.
+        recompute: Stretches of the model that are computed again in the backward pass, as in `Plan.recompute`.
 
     Returns:
         An `Estimate`. Printed, it is a table.
@@ -73,21 +77,23 @@ def estimate(
     """
     began = time.perf_counter()
     check_batch_size(batch_size)
-    _check_model(model, phase)
+    check_model(model, phase)
     if micro_batch_size is not None:
         check_batch_size(micro_batch_size, "micro_batch_size")
     backend = current()
-    card = _card(gpu, memory)
+    card = card_of(gpu, memory)
     pieces = micro_batch_size is not None and micro_batch_size < batch_size
     size = min(batch_size, micro_batch_size or batch_size)
     target = Target(True, card.capability) if card is not None else Target()
     with computed_in(model, precision) as policy:
-        compiled = _is_compiled(model, backend) if jit is None else jit
+        compiled = is_compiled(model, backend) if jit is None else jit
         workload = describe(model, size, phase, compiled, target, input_shape)
+        if phase == "train":
+            workload = dataclasses.replace(workload, recompute=tuple(recompute))
         question = Question(backend, model, workload, card)
         name, module = engine_for(engine, question)
         answer: Answer = module.answer(question)
-    mode = _mode(backend, compiled, model)
+    mode = mode_of(backend, compiled, model)
     if pieces:
         answer = _in_pieces(answer, model, workload, batch_size, backend)
     replayed = replay(answer.trace)
@@ -147,7 +153,7 @@ def max_batch_size(
         CannotFitError: When not even one sample fits.
         ValueError: When no card is named and none is in this machine.
     """
-    card = _card(gpu, memory)
+    card = card_of(gpu, memory)
     if card is None:
         raise ValueError('Expected a card to fit into: gpu="rtx-4090" or memory="24GiB". This machine has none.')
 
@@ -176,7 +182,7 @@ def max_batch_size(
     return largest(lambda batch_size: measure(batch_size).high, first.limit, first.high)
 
 
-def _check_model(model: Any, phase: str) -> None:
+def check_model(model: Any, phase: str) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(f"Expected a keras.Model. Received: model={model!r} (of type {type(model).__name__})")
     if phase not in ("train", "test", "predict"):
@@ -188,7 +194,7 @@ def _check_model(model: Any, phase: str) -> None:
         )
 
 
-def _card(gpu: str | None, memory: int | str | None) -> devices.Gpu | None:
+def card_of(gpu: str | None, memory: int | str | None) -> devices.Gpu | None:
     if gpu is not None and memory is not None:
         raise ValueError(f"Expected `gpu` or `memory`, not both. Received: gpu={gpu!r}, memory={memory!r}")
     if memory is not None:
@@ -196,7 +202,7 @@ def _card(gpu: str | None, memory: int | str | None) -> devices.Gpu | None:
     return devices.find(gpu) if gpu is not None else devices.local()
 
 
-def _is_compiled(model: Any, backend: Backend) -> bool:
+def is_compiled(model: Any, backend: Backend) -> bool:
     """Whether Keras would compile the step on a machine with a GPU. It says no to TensorFlow on one without."""
     if model.run_eagerly:
         return False
@@ -205,7 +211,7 @@ def _is_compiled(model: Any, backend: Backend) -> bool:
     return bool(model.jit_compile)
 
 
-def _mode(backend: Backend, compiled: bool, model: Any) -> str:
+def mode_of(backend: Backend, compiled: bool, model: Any) -> str:
     if compiled:
         return "compiled"
     return "graph" if backend.name == "tensorflow" and not model.run_eagerly else "eager"

@@ -16,6 +16,8 @@ HEADROOM = 0.93
 # A budget is a promise where a device limit is only a wall, so more is kept free below it: the peaks of equal steps
 # were seen to differ by up to 16 %, as threads run the operations of a graph in different orders.
 BUDGET_HEADROOM = 0.82
+# Of a size that failed, the share that is tried next at most, after one failure, two, and more.
+_BELIEF = (0.9, 0.75, 0.5)
 # A size that once failed comes back only when this much more memory is free than when it failed.
 MORE_ROOM = 1.15
 
@@ -147,7 +149,9 @@ def smaller(
     if failed <= least:
         return None
     guess = None if free is None else evidence.largest(free, failed - least, headroom)
-    return max(least, min(failed // 2 if guess is None else guess, failed - least))
+    # Measurements that promised what then failed are believed less each time: creeping down costs a wait per step.
+    share = _BELIEF[min(len(evidence.failures), len(_BELIEF)) - 1] if evidence.failures else 1.0
+    return max(least, min(failed // 2 if guess is None else guess, int(failed * share), failed - least))
 
 
 def larger(evidence: Evidence, current: int, free: int, batch: int, headroom: float = HEADROOM) -> int | None:

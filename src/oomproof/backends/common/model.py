@@ -68,6 +68,16 @@ def statistics_layers(model: Any) -> list[Any]:
     return [layer for layer in layers(model) if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
 
 
+def statistics_caveat(model: Any) -> tuple[str, ...]:
+    """What cutting a batch changes for layers that normalise with its statistics, in words; empty without any."""
+    found = statistics_layers(model)
+    if not found:
+        return ()
+    names = ", ".join(layer.path or layer.name for layer in found[:3])
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return (f"BatchNormalization ({names}{more}) normalises with the statistics of each piece",)
+
+
 def tracker_variables(model: Any) -> list[Any]:
     """Variables of the metrics that show losses. They are fed once a batch, with the loss of all of it."""
     trackers = [model._loss_tracker, *(model._compile_loss.metrics if model._compile_loss is not None else ())]

@@ -33,6 +33,8 @@ def recorded(layers: Sequence[Any]) -> Iterator[list[tuple[Any, tuple[Any, Any, 
             seen.append((layer, (count, count * offset, count * square)))
             return mean, variance
 
+        # Where a part of the model is computed twice, what it records has to be taken out and put back.
+        moments.seen = seen  # type: ignore[attr-defined]
         return moments
 
     for layer in layers:

@@ -12,7 +12,6 @@ from keras.src import backend as keras_backend
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from oomproof.backends.common import losses
-from oomproof.backends.common.engine import Engine
 from oomproof.backends.common.model import (
     first_tensor,
     layers,
@@ -23,6 +22,8 @@ from oomproof.backends.common.model import (
     unpack,
 )
 from oomproof.backends.common.phases import Phases
+from oomproof.backends.common.recompute import Recomputing
+from oomproof.backends.common.stretches import resolved
 from oomproof.errors import UnsupportedModelError
 from oomproof.records import Phase
 from oomproof.units import tensor_bytes
@@ -44,12 +45,28 @@ class ModelStep:
     def land(self, everything: bool) -> Sequence[Any]:
         return ()  # Steps are done when they return, where a backend does not say otherwise.
 
-    def __init__(self, model: Any, engine: Engine) -> None:
+    def __init__(self, model: Any, engine: Recomputing) -> None:
         self.model = model
         self.engine = engine
         self._examined = False
         self._added_losses: dict[bool, tuple[str, ...]] = {True: (), False: ()}
         self._odd_losses: set[str] = set()
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        """Stretches that are computed again in the backward pass."""
+        return self.engine.recompute
+
+    @recompute.setter
+    def recompute(self, stretches: Sequence[str]) -> None:
+        if self.model.built:
+            resolved(self.model, stretches)
+        if tuple(stretches) != self.engine.recompute:
+            self.engine.recompute = tuple(stretches)
+            self._forget_programs()
+
+    def _forget_programs(self) -> None:
+        """Lets go of what was traced or compiled for other stretches."""
 
     def evaluate(self, function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
         """Tensors that a function computes on real data, in a scope whose writes are thrown away."""

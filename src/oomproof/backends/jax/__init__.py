@@ -9,6 +9,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -19,7 +20,9 @@ from keras import tree
 from oomproof._version import __version__
 from oomproof.backends.base import RunBatch
 from oomproof.backends.common.model import check_has_no_own_step
+from oomproof.backends.common.recompute import recomputing
 from oomproof.backends.common.seam import FUNCTIONS, batch_size_of, pulled, put_in_place, samples_in, taken_away
+from oomproof.backends.common.stretches import labels
 from oomproof.backends.jax.device import JaxMemory
 from oomproof.backends.jax.engine import JaxEngine, tracing
 from oomproof.backends.jax.gradients import full_batch_gradients
@@ -48,6 +51,11 @@ class JaxBackend:
 
     def step(self, model: Any) -> JaxStep:
         return JaxStep(model, self.memory())
+
+    stretches = staticmethod(labels)
+
+    def recomputing(self, model: Any, stretches: Sequence[str]) -> AbstractContextManager[None]:
+        return recomputing(model, stretches, JaxEngine(model))
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         object.__setattr__(model, "jax_state_sync", functools.partial(_sync, model, settle, threading.get_ident()))

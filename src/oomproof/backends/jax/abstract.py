@@ -12,7 +12,9 @@ import keras
 from keras.src.backend.common import global_state
 
 from oomproof.backends.common.fresh import fresh_parts
+from oomproof.backends.common.recompute import recomputing
 from oomproof.backends.jax.cudnn import as_on
+from oomproof.backends.jax.engine import JaxEngine
 from oomproof.backends.xla.writer import Role
 from oomproof.tracing import Category, Spec, Workload
 
@@ -59,7 +61,9 @@ def abstract_step(model: Any, workload: Workload) -> Iterator[AbstractStep]:
         variables = _variables(model, workload.phase)
         state = tuple([_shape(v) for v in group] for group in variables)
         inputs = [Role("input", "")] * len(jax.tree.leaves(data))
-        yield AbstractStep(_function(model, workload.phase), state, data, (*_roles(model, variables), *inputs), notes)
+        roles = (*_roles(model, variables), *inputs)
+        with recomputing(model, workload.recompute, JaxEngine(model)):
+            yield AbstractStep(_function(model, workload.phase), state, data, roles, notes)
 
 
 def _batch(workload: Workload) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +16,14 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from oomproof.backends.common.engine import Compute, Outcome, PendingWrites, Piece
 from oomproof.backends.common.model import first_tensor
+from oomproof.backends.common.recompute import recomputing
 
 
 class JaxEngine:
     """See `common.engine.Engine`. Values of variables come from the scope alone, so that they can be traced."""
+
+    tensor = jax.Array
+    recompute: tuple[str, ...] = ()
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -41,7 +46,8 @@ class JaxEngine:
         forward = model.call if model.dtype_policy.quantization_mode is None else model.quantized_call
         if model._remat_mode is not None:
             forward = model.rematerialized_call(forward, x, **options)
-        y_pred = forward(x, **options)
+        with recomputing(model, self.recompute if training else (), self):
+            y_pred = forward(x, **options)
         # What a call writes to anything but non-trainable variables is forgotten on JAX.
         kept = {id(variable) for variable in model.non_trainable_variables}
         for key in [key for key in scope.written if key not in kept]:
@@ -49,6 +55,15 @@ class JaxEngine:
             if key in before:
                 scope.state_mapping[key] = before[key]
         return y_pred
+
+    @staticmethod
+    def flat(structure: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        leaves, shape = jax.tree.flatten(structure)
+        return leaves, functools.partial(jax.tree.unflatten, shape)
+
+    def recomputed(self, function: Callable[..., list[Any]], tensors: list[Any]) -> list[Any]:
+        results: list[Any] = jax.checkpoint(function)(*tensors)
+        return results
 
     def run(self, compute: Compute, inputs: Sequence[Any] = ()) -> list[Any]:
         return compute(*inputs)[1]

@@ -9,6 +9,9 @@ import jax
 
 from oomproof.backends.jax.device import JaxMemory, NotEnoughMemoryError
 
+# On CPUs XLA takes out what keeps it from merging a computation with the one that repeats it in the backward pass.
+_BARRIERS_STAY = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
 
 class Program:
     """A function compiled for arguments of one signature; run as it is where Keras would not compile it.
@@ -18,6 +21,7 @@ class Program:
         eager: Do not compile it.
         donate: Arguments that are given away.
         gradients: For a program that also runs the optimizer: bytes of the gradients, which it need not hand out.
+        repeats: Whether it computes parts of the forward pass again in the backward pass.
 
     Attributes:
         written: Variables whose new values the function returns, in that order; known once it is traced.
@@ -32,6 +36,7 @@ class Program:
         eager: bool,
         donate: tuple[int, ...] = (),
         gradients: int | None = None,
+        repeats: bool = False,
     ) -> None:
         self.function = function
         self.written: list[Any] = []
@@ -40,6 +45,7 @@ class Program:
         self.roomy = True
         self._eager = eager
         self._donate = donate
+        self._repeats = repeats
         self.commits = gradients is not None
         self._gradients = gradients or 0
         self._results = 0
@@ -49,7 +55,9 @@ class Program:
         assert self.function is not None
         if self._eager:
             return
-        self._compiled = jax.jit(self.function, donate_argnums=self._donate).lower(*arguments).compile()
+        on_cpu = jax.default_backend() == "cpu"
+        lowered = jax.jit(self.function, donate_argnums=self._donate).lower(*arguments)
+        self._compiled = lowered.compile(compiler_options=_BARRIERS_STAY if self._repeats and on_cpu else None)
         analysis = self._compiled.memory_analysis()
         if analysis is not None:
             self.temporary = int(analysis.temp_size_in_bytes)

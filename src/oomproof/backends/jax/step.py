@@ -40,6 +40,9 @@ class JaxStep(ModelStep):
         self._programs: dict[Any, Program] = {}
         self._flights: list[Flight] = []
 
+    def _forget_programs(self) -> None:
+        self._programs.clear()
+
     def equal_pieces_only(self) -> bool:
         return not self._eager
 
@@ -183,7 +186,7 @@ class JaxStep(ModelStep):
         key = (kind, pieces, signature(data))
         if key not in self._programs:
             gradients = self.resident()["gradients"] if kind == "train" else None
-            program = Program(None, self._eager, gradients=gradients)
+            program = Program(None, self._eager, gradients=gradients, repeats=bool(self.recompute))
             program.function = self._compute(program, kind, pieces)
             program.compile(self._values(), data)
             self._programs[key] = program

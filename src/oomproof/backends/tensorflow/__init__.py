@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -18,9 +19,11 @@ from keras import tree
 from oomproof._version import __version__
 from oomproof.backends.base import RunBatch
 from oomproof.backends.common.model import check_has_no_own_step
+from oomproof.backends.common.recompute import recomputing
 from oomproof.backends.common.seam import batch_size_of, pulled, put_in_place, samples_in, taken_away
+from oomproof.backends.common.stretches import labels
 from oomproof.backends.tensorflow.device import TensorFlowMemory
-from oomproof.backends.tensorflow.engine import as_tensors
+from oomproof.backends.tensorflow.engine import TensorFlowEngine, as_tensors
 from oomproof.backends.tensorflow.gradients import full_batch_gradients
 from oomproof.backends.tensorflow.pieces import take
 from oomproof.backends.tensorflow.step import TensorFlowStep
@@ -56,6 +59,12 @@ class TensorFlowBackend:
 
     def step(self, model: Any) -> TensorFlowStep:
         return TensorFlowStep(model)
+
+    stretches = staticmethod(labels)
+
+    def recomputing(self, model: Any, stretches: Sequence[str]) -> AbstractContextManager[None]:
+        compiled = bool(model.jit_compile) and not model.run_eagerly
+        return recomputing(model, stretches, TensorFlowEngine(model, static=compiled))
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         return put_in_place(model, {"train": _on_iterator, "test": _on_iterator, "predict": _on_list}, run)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from keras import tree
+from tensorflow.python.eager import record
+from tensorflow.python.eager.tape import variable_accessed
 
 from oomproof.backends.common.engine import Compute, Outcome, Piece
 from oomproof.backends.common.model import call, first_tensor
+from oomproof.backends.common.recompute import recomputing
 from oomproof.backends.tensorflow.pieces import finished, over_pieces, size_of, take
 from oomproof.backends.tensorflow.writes import PendingWrites
 
@@ -23,6 +27,8 @@ class TensorFlowEngine:
     """
 
     wide = "float64"
+    tensor = tf.Tensor
+    recompute: tuple[str, ...] = ()
     take = staticmethod(take)
     size_of = staticmethod(size_of)
 
@@ -34,7 +40,57 @@ class TensorFlowEngine:
         return PendingWrites(self.model.trainable_variables, state)
 
     def call(self, x: Any, training: bool) -> Any:
-        return call(self.model, x, training)
+        with recomputing(self.model, self.recompute if training else (), self):
+            return call(self.model, x, training)
+
+    @staticmethod
+    def flat(structure: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        values = tree.map_structure(
+            lambda leaf: tf.identity(leaf) if isinstance(leaf, tf.Variable) else leaf, structure
+        )
+        leaves = tf.nest.flatten(values, expand_composites=True)
+        return leaves, lambda leaves: tf.nest.pack_sequence_as(values, leaves, expand_composites=True)
+
+    def recomputed(self, function: Callable[..., list[Any]], tensors: list[Any]) -> list[Any]:
+        # Not `tf.recompute_grad`: it adds to what goes in, and turns the sparse gradients of tables into dense ones.
+        with record.VariableWatcher() as watcher, record.stop_recording():
+            results = [tf.identity(result) for result in function(*tensors)]
+        variables = watcher.watched_variables()
+        for variable in variables:
+            variable_accessed(variable)
+        wanted = [index for index, tensor in enumerate(tensors) if record.should_record_backprop([tensor])]
+        wanted_variables = [v for v in variables if record.should_record_backprop([v.handle])]
+        floating = [index for index, result in enumerate(results) if result.dtype.is_floating]
+
+        def backward(*slopes: Any) -> list[Any]:
+            slopes = tuple(tf.convert_to_tensor(slope) for slope in slopes)
+            with tf.GradientTape(watch_accessed_variables=False) as tape, self._not_before(slopes, tensors) as again:
+                sources = [*(again[index] for index in wanted), *wanted_variables]
+                for source in sources:
+                    tape.watch(source)
+                targets = function(*again)
+            found: list[Any] = tape.gradient([targets[index] for index in floating], sources, output_gradients=slopes)
+            return found
+
+        sources = [*(tensors[index] for index in wanted), *(v.handle for v in wanted_variables)]
+        record.record_operation("Recomputed", [results[index] for index in floating], sources, backward)
+        return results
+
+    @contextlib.contextmanager
+    def _not_before(self, slopes: Sequence[Any], tensors: Sequence[Any]) -> Iterator[list[Any]]:
+        """The same tensors, such that what is made of them waits for the slopes and is not merged with what was."""
+        if tf.executing_eagerly():
+            yield list(tensors)
+        elif self.static:
+            # XLA heeds no control dependencies, and on CPUs no barriers: what depends on the slopes comes after them.
+            # It does not see that no bit is greater than one. What it is told of floats it may take for impossible.
+            some = tf.reshape(slopes[0], [-1])[0]
+            bits = tf.bitcast(some, {2: tf.int16, 4: tf.int32, 8: tf.int64}[some.dtype.size])
+            dependent = tf.bitwise.bitwise_and(bits, tf.ones_like(bits)) > 1
+            yield [tf.where(dependent, tf.zeros_like(tensor), tensor) for tensor in tensors]
+        else:
+            with tf.control_dependencies(slopes):
+                yield [tf.identity(tensor) for tensor in tensors]
 
     def run(self, compute: Compute, inputs: Sequence[Any] = ()) -> list[Any]:
         return compute(*inputs)[1]

@@ -8,6 +8,8 @@ from typing import Any
 import tensorflow as tf
 from keras import tree
 
+from oomproof.backends.common.recompute import recomputing
+from oomproof.backends.tensorflow.engine import TensorFlowEngine
 from oomproof.backends.tensorflow.trace_graph import variables_of
 from oomproof.backends.tensorflow.trace_scopes import noted_scopes
 from oomproof.backends.tensorflow.trace_state import traceable
@@ -50,7 +52,11 @@ def lowered(model: Any, workload: Workload) -> Lowered:
     def of_flat(*tensors: Any) -> Any:
         return step(tree.pack_sequence_as(specs, list(tensors)))
 
-    with traceable(model, specs, workload.phase, storage=True), noted_scopes() as scopes:
+    with (
+        traceable(model, specs, workload.phase, storage=True),
+        noted_scopes() as scopes,
+        recomputing(model, workload.recompute, TensorFlowEngine(model, static=True)),
+    ):
         program = tf.function(of_flat, jit_compile=True, autograph=False)
         try:
             text = str(program.experimental_get_compiler_ir(*flat)(stage="stablehlo"))

@@ -42,6 +42,10 @@ class TensorFlowStep(ModelStep):
         values = leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else getattr(leaf, "values", leaf)
         return tensor_bytes(tuple(values.shape), values.dtype.name)
 
+    def _forget_programs(self) -> None:
+        self._programs.clear()
+        self._traced.clear()
+
     def equal_pieces_only(self) -> bool:
         return self._xla
 

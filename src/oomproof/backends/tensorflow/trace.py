@@ -27,7 +27,7 @@ def trace(model: Any, workload: Workload) -> Trace:
         return _compiled(model, workload)
     graph = step_graph(model, workload)
     execution = Executor(graph, workload.target.gpu).run()
-    owners = Owners(graph)
+    owners = Owners(graph, bool(workload.recompute))
     ops = tuple(Op(node.name, owners.stage(node), owners.layer(node)) for node in execution.ran)
     buffers = tuple(_buffer(block, owners, len(ops)) for block in execution.blocks)
     return Trace("bfc", ops, buffers, tuple(execution.notes))

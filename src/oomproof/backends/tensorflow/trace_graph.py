@@ -17,6 +17,8 @@ from keras import tree
 from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2
 from tensorflow.python.grappler import cluster, item, tf_optimizer
 
+from oomproof.backends.common.recompute import recomputing
+from oomproof.backends.tensorflow.engine import TensorFlowEngine
 from oomproof.backends.tensorflow.trace_scopes import layer_paths, noted_scopes
 from oomproof.backends.tensorflow.trace_state import traceable
 from oomproof.tracing import Category, Target, Workload
@@ -107,7 +109,11 @@ class StepGraph:
 def step_graph(model: Any, workload: Workload) -> StepGraph:
     x, y = (tree.map_structure(_tensor_spec, part) for part in (workload.x, workload.y))
     data = (x,) if y is None else (x, y)
-    with traceable(model, data, workload.phase), noted_scopes() as scopes:
+    with (
+        traceable(model, data, workload.phase),
+        noted_scopes() as scopes,
+        recomputing(model, workload.recompute, TensorFlowEngine(model)),
+    ):
         step: Callable[[Any], Any] = getattr(model, f"{workload.phase}_step")
         # In `fit` it is a function within a function, and which op runs first of two that could depends on it.
         inner = tf.function(lambda data: step(data), autograph=False)

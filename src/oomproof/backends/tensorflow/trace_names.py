@@ -42,9 +42,14 @@ def is_gradient(name: str) -> bool:
 
 
 class Owners:
-    """The layer and the stage of every node of a graph."""
+    """The layer and the stage of every node of a graph.
 
-    def __init__(self, graph: StepGraph) -> None:
+    Args:
+        graph: The graph.
+        recomputes: Whether layers are computed again in the backward pass.
+    """
+
+    def __init__(self, graph: StepGraph, recomputes: bool = False) -> None:
         self._scope = Scopes(graph.scopes).owner
         self._variables = {variable.node: variable.layer for variable in graph.variables if variable.node}
         self._layers: dict[int, str] = {}
@@ -54,6 +59,7 @@ class Owners:
             for source, _ in node.inputs:
                 if self._scope(source.name) is None:
                     self._unscoped_users.setdefault(id(source), []).append(node)
+        self._after_gradients = self._reached(graph) if recomputes else set()
 
     def layer(self, node: Node) -> str:
         known = self._layers.get(id(node))
@@ -69,6 +75,22 @@ class Owners:
             known = self._stages[id(node)] = self._find_stage(node)
         return known
 
+    def _reached(self, graph: StepGraph) -> set[int]:
+        """Nodes that wait for a gradient, by `id`. What is computed again is named as the first time, but waits."""
+        users: dict[int, list[Node]] = {}
+        for node in graph.nodes:
+            for source in (*(source for source, _ in node.inputs), *node.controls):
+                users.setdefault(id(source), []).append(node)
+        # Constants are shared by whoever needs the same, and named after one of them.
+        pending = [node for node in graph.nodes if is_gradient(node.name) and node.inputs]
+        reached = set(map(id, pending))
+        while pending:
+            for user in users.get(id(pending.pop()), ()):
+                if id(user) not in reached and self._scope(user.name) != OPTIMIZER:
+                    reached.add(id(user))
+                    pending.append(user)
+        return reached
+
     def _find_layer(self, node: Node) -> str:
         if node.name in self._variables:
             return self._variables[node.name]
@@ -82,7 +104,7 @@ class Owners:
     def _find_stage(self, node: Node) -> Stage:
         if self._scope(node.name) == OPTIMIZER:
             return "update"
-        if is_gradient(node.name):
+        if is_gradient(node.name) or id(node) in self._after_gradients:
             return "backward"
         # Sums of gradients and gradients that a layer computes itself have no scope.
         if self._scope(node.name) is None and node.inputs:

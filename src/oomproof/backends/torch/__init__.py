@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -17,7 +18,9 @@ from keras.src.backend.torch import trainer as keras_trainer
 from oomproof._version import __version__
 from oomproof.backends.base import RunBatch
 from oomproof.backends.common.model import check_has_no_own_step, layers
+from oomproof.backends.common.recompute import recomputing
 from oomproof.backends.common.seam import FUNCTIONS, batch_size_of, pulled, put_in_place, samples_in, taken_away
+from oomproof.backends.common.stretches import labels
 from oomproof.backends.torch.device import TorchMemory
 from oomproof.backends.torch.engine import TorchEngine, take
 from oomproof.backends.torch.gradients import full_batch_gradients
@@ -50,6 +53,11 @@ class TorchBackend:
 
     def step(self, model: Any) -> TorchStep:
         return TorchStep(model)
+
+    stretches = staticmethod(labels)
+
+    def recomputing(self, model: Any, stretches: Sequence[str]) -> AbstractContextManager[None]:
+        return recomputing(model, stretches, TorchEngine(model))
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         if model.steps_per_execution > 1:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from keras import tree
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.torch.core import convert_to_tensor, get_device
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from oomproof.backends.common.engine import Compute, Outcome, Piece
 from oomproof.backends.common.model import call, first_tensor, statistics_layers
+from oomproof.backends.common.recompute import recomputing
 from oomproof.backends.torch.outside import OutsideState
 from oomproof.backends.torch.writes import Gradients, PendingWrites
 
@@ -23,6 +27,9 @@ class TorchEngine:
     Attributes:
         compiled: Whether the model is called through torch.compile. The loss and the update are not compiled.
     """
+
+    tensor = torch.Tensor
+    recompute: tuple[str, ...] = ()
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -38,10 +45,27 @@ class TorchEngine:
         return PendingWrites(values | {id(variable): value for variable, value in state})
 
     def call(self, x: Any, training: bool) -> Any:
+        if training and self.recompute:
+            # torch.compile cannot follow what a stretch does to Keras's scopes.
+            with recomputing(self.model, self.recompute, self):
+                return call(self.model, x, training)
         # What records the statistics of a piece is a new function each time, and each would be compiled.
         if not self.compiled or (training and self._adding is not None and statistics_layers(self.model)):
             return call(self.model, x, training)
         return _compiled_call()(self.model, x, training)
+
+    @staticmethod
+    def flat(structure: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        return tree.flatten(structure), functools.partial(tree.pack_sequence_as, structure)
+
+    def recomputed(self, function: Callable[..., list[Any]], tensors: list[Any]) -> list[Any]:
+        def contexts() -> tuple[Any, Any]:
+            return contextlib.nullcontext(), _computed_again(self.outside.modules())
+
+        # It would stop early by raising an error through Keras, which makes other errors of those that pass.
+        with set_checkpoint_early_stop(False):
+            results: list[Any] = checkpoint(function, *tensors, use_reentrant=False, context_fn=contexts)
+        return results
 
     def run(self, compute: Compute, inputs: Sequence[Any] = ()) -> list[Any]:
         with torch.no_grad():
@@ -107,6 +131,21 @@ def _compiled_call() -> Callable[..., Any]:
     # draw the same ones.
     compiled: Callable[..., Any] = torch.compile(call, options={"fallback_random": True})
     return compiled
+
+
+@contextlib.contextmanager
+def _computed_again(modules: Sequence[Any]) -> Iterator[None]:
+    """Around what runs a second time: torch's own layers keep statistics in buffers, and write them in place."""
+    # Keras leaves cycles behind that hold what the stretch before this one made when it was computed again.
+    gc.collect(1)
+    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, old in zip(buffers, before, strict=True):
+                buffer.copy_(old)
 
 
 def size_of(leaf: Any) -> int:

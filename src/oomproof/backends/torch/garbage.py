@@ -28,17 +28,18 @@ def collecting_by_hand() -> Iterator[None]:
 
 
 class Garbage:
-    """Runs the collector after so many ops of the forward pass and the update. Autograd makes no Python objects."""
+    """Runs the collector after so many ops that Keras calls. Autograd makes no Python objects."""
 
     def __init__(self) -> None:
-        self._ops = 0
+        self._objects = 0
 
-    def op(self) -> None:
-        self._ops += 1
-        limit = gc.get_threshold()[0]
-        if self._ops * _OBJECTS_PER_OP > limit > 0:
+    def op(self, begins_stretch: bool = False) -> None:
+        if begins_stretch:
+            self.collect()  # As the engine does before it computes a stretch again.
+        self._objects += _OBJECTS_PER_OP
+        if self._objects > gc.get_threshold()[0] > 0:
             self.collect()
 
     def collect(self) -> None:
-        self._ops = 0
+        self._objects = 0
         gc.collect(1)

@@ -58,11 +58,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     Attributes:
         begun: The op the recorded step begins with; what was before is history that left things behind.
+        running: Whether an op is running just now, rather than code between ops.
     """
 
     def __init__(self, model: Any, workspace: Workspace) -> None:
         super().__init__()
         self.begun = 0
+        self.running = False
         self._model = model
         self._workspace = workspace
         self._ops: list[Op] = []
@@ -72,6 +74,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._storages: list[Storage] = []
         self._stage: Stage = "forward"
         self._first_backward = 0
+        self._again = False
         self._reads = 0
         self._garbage = Garbage()
         self._paths: dict[int, str] = {}
@@ -82,7 +85,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:
             return args[0].fake_device
-        return self._run(func, args, kwargs or {})
+        outer, self.running = self.running, True
+        try:
+            return self._run(func, args, kwargs or {})
+        finally:
+            self.running = outer
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         layer = self._locate()
@@ -122,6 +129,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             return layer
         if self._stage == "forward":
             self._stage, self._first_backward = "backward", len(self._ops)
+        # A layer that is called in the backward pass is computed again.
+        again = self._scope()
+        if again:
+            self._garbage.op(begins_stretch=not self._again)
+        self._again = bool(again)
+        if again:
+            return again
         # A node is made right before its op is run, so it is of the first op that saw a higher number.
         place = bisect.bisect_right(self._numbers, node._sequence_nr())
         return self._layers[place] if place < len(self._layers) else ""

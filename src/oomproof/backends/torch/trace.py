@@ -16,7 +16,9 @@ from keras.src.backend.torch.core import device_scope, to_torch_dtype
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomproof.backends.common.model import check_has_no_own_step, layers
+from oomproof.backends.common.recompute import recomputing
 from oomproof.backends.torch.as_on_gpu import on_gpu, unseeded
+from oomproof.backends.torch.engine import TorchEngine
 from oomproof.backends.torch.garbage import collecting_by_hand
 from oomproof.backends.torch.recording import Recorder
 from oomproof.backends.torch.stand_ins import stand_ins
@@ -51,7 +53,8 @@ def trace(model: Any, workload: Workload) -> Trace:
         for variable in snapshot.variables:
             if variable._value is not None:
                 recorder.add(variable._value, "weights")
-        with _place(workload.target, recorder), recorder:
+        again = recomputing(model, workload.recompute, TorchEngine(model))
+        with _place(workload.target, recorder), recorder, again:
             _run_twice(model, workload, data, recorder)
             ops, buffers = recorder.finish()
     notes = (_COMPILED,) if workload.jit else ()

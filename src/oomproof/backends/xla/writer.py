@@ -43,7 +43,7 @@ class Writer:
         self._settled = settled
         self._roles = roles
         self._layers: dict[int, str] = {}
-        self._stages: list[Stage] = []
+        self._of_backward: set[int] = set()
         self._ops: list[Op] = []
         for value in program.inputs:
             self._layers[id(value)] = self._role(value).layer
@@ -77,6 +77,11 @@ class Writer:
             layer = self._layers[id(max(named, key=lambda value: value.size))] if named else ""
         if kernel.node.scope == "" and any(id(value) in self._settled for value in kernel.makes):
             stage = "update"
+        if stage == "forward" and any(id(value) in self._of_backward for value in kernel.reads):
+            # Sums of gradients, and gradients that a layer computes itself, may have no scope that says so.
+            stage = "backward"
+        if stage == "backward":
+            self._of_backward.update(map(id, kernel.makes))
         self._ops.append(Op(kernel.node.name, stage, layer))
         self._layers.update((id(value), layer) for value in kernel.makes)
 

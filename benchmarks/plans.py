@@ -1,0 +1,206 @@
+"""Does the plan that is made before the first step keep its promise? A zoo of models, each at parts of its plain peak.
+
+    python benchmarks/plans.py                                              # TensorFlow's real allocator on the CPU
+    KERAS_BACKEND=torch python benchmarks/plans.py --device gpu             # the same on a GPU, with larger models
+
+For each model and budget a child process trains a few steps from cold under a limit that is real; how often memory ran
+out is counted where the framework raises it, failed probes included. A second child trains without a limit and the
+weights are compared. Plans are made anew each time, none is taken from the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+SHARES = (0.75, 0.5, 0.25)
+STEPS = 3
+_MIB = 2**20
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    options.add_argument("--models", help="some of the zoo, with commas between them")
+    options.add_argument("--shares", default=",".join(map(str, SHARES)))
+    options.add_argument("--jobs", type=int, default=2)
+    options.add_argument("--out", type=pathlib.Path, help="also append each answer to this file as it comes")
+    options.add_argument("--jit", choices=("auto", "on", "off"), default="auto")
+    chosen = options.parse_args()
+    from plan_zoo import ZOO
+
+    backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+    names = chosen.models.split(",") if chosen.models else list(ZOO)
+    shares = [float(share) for share in chosen.shares.split(",")]
+
+    with tempfile.TemporaryDirectory() as folder:
+
+        def ask(name: str, limit: int | None) -> dict[str, Any]:
+            answer = _child(chosen, backend, folder, name, limit)
+            if chosen.out:
+                with chosen.out.open("a") as file:
+                    file.write(json.dumps(answer) + "\n")
+            print(answer, file=sys.stderr, flush=True)
+            return answer
+
+        with concurrent.futures.ThreadPoolExecutor(chosen.jobs) as pool:
+            plain = dict(zip(names, pool.map(lambda name: ask(name, None), names), strict=True))
+            cells = [(name, share) for name in names for share in shares if "peak" in plain[name]]
+            runs = list(pool.map(lambda cell: ask(cell[0], int(plain[cell[0]]["peak"] * cell[1])), cells))
+    for (_, share), run in zip(cells, runs, strict=True):
+        run["share"] = share
+    finished = [run for run in runs if run.get("finished")]
+    possible = [run for run in runs if not run.get("cannot_fit")]
+    from _common import write_result
+
+    write_result(
+        f"plans-{chosen.device}-{backend}" + ("" if chosen.jit == "auto" else f"-jit-{chosen.jit}"),
+        {
+            "command": " ".join(["python", "benchmarks/plans.py", *sys.argv[1:]]),
+            "runs": len(runs),
+            "finished": len(finished),
+            "said_before_the_first_step_that_it_cannot_fit": len(runs) - len(possible),
+            "share_without_a_failure": _share(possible, lambda run: run.get("finished") and run["failures"] == 0),
+            "share_with_at_most_one_failure": _share(possible, lambda run: run.get("finished") and run["failures"] < 2),
+            "median_peak_over_limit": _median([run["peak"] / run["limit"] for run in finished if run["peak"]]),
+            "largest_weight_difference": max((run["difference"] for run in finished if run["exact"]), default=None),
+            "plain": plain,
+            "cells": runs,
+        },
+    )
+
+
+def _share(runs: list[dict[str, Any]], good: Any) -> float:
+    return sum(bool(good(run)) for run in runs) / max(1, len(runs))
+
+
+def _median(values: list[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None
+
+
+def _child(chosen: Any, backend: str, folder: str, name: str, limit: int | None) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", name, str(limit or 0), chosen.device, chosen.jit, folder]
+    env = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "XDG_CACHE_HOME": folder}
+    if chosen.device == "cpu":
+        env |= {"TF_CPU_ALLOCATOR_USE_BFC": "true", "TF_ENABLE_ONEDNN_OPTS": "0"}
+        env["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(limit // _MIB if limit else 8192)
+    elif backend == "jax":
+        total = _gpu_bytes()
+        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(limit / total) if limit else str(0.9 / chosen.jobs)
+    asked = {"model": name, "limit": limit}
+    try:
+        child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    except subprocess.TimeoutExpired:
+        return asked | {"error": "no answer within 600 s"}
+    if child.returncode:
+        return asked | {"error": "\n".join(child.stderr.strip().splitlines()[-3:])[-600:]}
+    answer: dict[str, Any] = json.loads(child.stdout.strip().splitlines()[-1])
+    return asked | answer
+
+
+def _gpu_bytes() -> int:
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]) * _MIB
+
+
+# In the child
+
+
+def _cap(backend: str, limit: int) -> None:
+    """A small card out of a large one."""
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        configuration = tf.config.LogicalDeviceConfiguration(memory_limit=limit // _MIB)
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("GPU")[0], [configuration])
+    elif backend == "torch":
+        import torch
+
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+
+
+def _train(name: str, limit: int, device: str, jit: str, folder: str) -> dict[str, Any]:
+    import keras
+    import numpy as np
+
+    import oomproof
+    from oomproof import backends
+    from plan_zoo import ZOO
+
+    backend = keras.backend.backend()
+    if device == "gpu" and limit:
+        _cap(backend, limit)
+    keras.utils.set_random_seed(1)
+    case = ZOO[name](device == "gpu")
+    if jit != "auto":
+        case.model.compile(case.model.optimizer, case.model.loss, jit_compile=jit == "on")
+
+    class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return STEPS
+
+        def __getitem__(self, index: int) -> Any:
+            rng = np.random.default_rng(index)
+            x = [
+                rng.integers(1, most, (case.batch, *shape)).astype(dtype)
+                if most
+                else rng.normal(size=(case.batch, *shape)).astype(dtype)
+                for shape, dtype, most in case.data
+            ]
+            return (x[0] if len(x) == 1 else tuple(x)), rng.integers(0, case.classes, (case.batch, 1))
+
+    path = pathlib.Path(folder) / f"{name}.npz"
+    memory = backends.current().memory()
+    began = time.perf_counter()
+    if not limit:
+        memory.reset_peak()
+        case.model.fit(Batches(), epochs=1, shuffle=False, verbose=0)
+        use = memory.usage()
+        np.savez(path, *case.model.get_weights())
+        return {"peak": None if use is None else use.peak, "seconds": time.perf_counter() - began}
+    # Failed probes count too: they wait as long as failed steps.
+    failures, kind = 0, type(memory)
+    shortage = kind.shortage
+
+    def counting(self: Any, error: BaseException) -> Any:
+        nonlocal failures
+        found = shortage(self, error)
+        failures += found is not None
+        return found
+
+    setattr(kind, "shortage", counting)  # noqa: B010
+    try:
+        run = oomproof.fit(case.model, Batches(), epochs=1, shuffle=False, verbose=0).run
+    except oomproof.CannotFitError as error:
+        return {"cannot_fit": str(error), "failures": failures}
+    plain = np.load(path).values()
+    pairs = zip(plain, case.model.get_weights(), strict=True)
+    return {
+        "finished": True,
+        "failures": failures,
+        "ooms": run.ooms,
+        "peak": run.peak,
+        "difference": max((float(np.abs(a - b).max()) for a, b in pairs if a.size), default=0.0),
+        "exact": not run.plan.caveats,
+        "micro_batch_size": run.plan.micro_batch_size,
+        "recomputed": len(run.plan.recompute),
+        "segments": run.plan.segments,
+        "events": [event.message for event in run.events],
+        "seconds": time.perf_counter() - began,
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        name, limit, device, jit, folder = sys.argv[2:]
+        print(json.dumps(_train(name, int(limit), device, jit, folder)))
+    else:
+        main()

@@ -1,0 +1,337 @@
+"""`plan`: from a model and the memory there is to a way to run the batch that was asked for. Remembered on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from keras import tree
+from keras.src import backend as keras_backend
+
+from oomproof import devices, plan_cache, planning
+from oomproof.backends import current
+from oomproof.backends.base import Backend, DeviceMemory
+from oomproof.backends.common.calls import graphs
+from oomproof.backends.common.model import statistics_caveat, unpack
+from oomproof.backends.common.precision import computed_in
+from oomproof.errors import CannotFitError, OomproofError
+from oomproof.estimation.allocator import replay
+from oomproof.estimation.bands import band_of
+from oomproof.estimation.chain import chain_of
+from oomproof.estimation.estimator import card_of, check_model, is_compiled, mode_of
+from oomproof.estimation.workloads import InputShape, check_batch_size, describe
+from oomproof.records import Device, Plan
+from oomproof.tracing import Spec, Target, Workload
+from oomproof.units import parse_budget, tensor_bytes
+
+logger = logging.getLogger("oomproof")
+
+LEVERS = ("microbatch", "recompute", "xla", "mixed_precision", "batch_statistics")
+_EXACT = frozenset({"microbatch", "recompute", "xla"})
+_WORDS = {"exact": _EXACT, "default": _EXACT | {"batch_statistics"}}
+
+# What each piece of a batch beyond the first adds to the time of a step, as a share of it. Medians of
+# benchmarks/results/step-gpu*.json: conv net and transformer, four pieces.
+_PIECE_COST = {
+    ("jax", "compiled"): 0.04,
+    ("tensorflow", "compiled"): 0.05,
+    ("tensorflow", "graph"): 0.08,
+    ("torch", "eager"): 0.10,
+}
+_USUAL_PIECE_COST = 0.10
+# Graph mode took 4.5 times as long as XLA on a conv net, and the precision of bfloat16 about half the time of float32.
+_SPEED_OF_XLA = 0.4
+_SPEED_OF_MIXED_PRECISION = 0.6
+# How many samples the loss is compared on before the precision is changed, and by what share it may differ.
+_LOOKED_AT = 16
+_SAME_LOSS = 0.05
+# By how much less than estimated a step may need at best.
+_HOPEFUL = 0.7
+# Below this share of the limit, by a rough upper bound, nobody needs a plan.
+_PLENTY = 0.5
+
+
+def plan(
+    model: Any,
+    batch_size: int,
+    *,
+    budget: int | str | None = None,
+    gpu: str | None = None,
+    memory: int | str | None = None,
+    allow: str | Iterable[str] = "default",
+    input_shape: InputShape = None,
+    cache: bool = True,
+) -> Plan:
+    """Says how a batch can be trained within a budget at the least cost in time. The GPU need not be there.
+
+    Args:
+        model: A compiled Keras model. It stays as it was; one that is not built yet is built.
+        batch_size: Samples in a batch.
+        budget: Memory to stay below: bytes, `"12GiB"`, or a share of the card such as `"90%"`; what the framework can
+            use of the card when left out.
+        gpu: A card of the catalogue, such as `"rtx-3060"`; the one in this machine when nothing is named.
+        memory: The memory of a card that is not in the catalogue, in bytes or as `"24GiB"`.
+        allow: `"default"`, `"exact"`, or a set of `"microbatch"`, `"recompute"`, `"xla"`, `"mixed_precision"` and
+            `"batch_statistics"`.
+        input_shape: As for `estimate`.
+        cache: Look up and remember plans on disk.
+
+    Returns:
+        A `Plan`. Printed, it is a table of alternatives; `fit(..., plan=...)` follows it.
+
+    Raises:
+        CannotFitError: When nothing that is allowed fits. It says what comes closest.
+        TypeError, ValueError: For arguments that make no sense, shapes that are open, a card that is not known.
+
+    Example:
+        >>> p = oomproof.plan(model, 1024, gpu="rtx-3060")
+        >>> oomproof.fit(model, x, y, batch_size=1024, plan=p)
+    """
+    check_batch_size(batch_size)
+    check_model(model, "train")
+    backend = current()
+    levers = allowed(allow)
+    # A budget by itself is as good as a card.
+    card = card_of(gpu, memory) or (devices.of_memory(budget) if budget is not None and not _share(budget) else None)
+    if card is None:
+        raise ValueError(
+            'Expected something to fit into: budget="12GiB", gpu="rtx-4090" or memory="24GiB". This machine has no GPU.'
+        )
+    usable = card.usable(backend.name)
+    named = gpu is not None or memory is not None
+    limit = usable if budget is None else parse_budget(budget, usable if named or _share(budget) else None)
+    assert limit is not None
+    workload = describe(
+        model, batch_size, "train", is_compiled(model, backend), Target(True, card.capability), input_shape
+    )
+    return Planner(backend, model, levers, named_levers=not isinstance(allow, str), cache=cache).make(workload, limit)
+
+
+def allowed(allow: str | Iterable[str]) -> frozenset[str]:
+    """The levers that `allow` names."""
+    if isinstance(allow, str) and allow in _WORDS:
+        return _WORDS[allow]
+    if isinstance(allow, set | frozenset | list | tuple) and set(allow) <= set(LEVERS):
+        return frozenset(allow)
+    raise ValueError(
+        f'Expected `allow` to be "default", "exact" or a set of {sorted(LEVERS)}. Received: allow={allow!r}'
+    )
+
+
+def _share(budget: int | str) -> bool:
+    return isinstance(budget, str) and budget.strip().endswith("%")
+
+
+class Planner:
+    """Makes plans for one model.
+
+    Args:
+        backend: The framework.
+        model: Built and compiled.
+        levers: What may be used.
+        named_levers: Whether the user named them one by one. Only then is a step compiled that was not to be.
+        micro_batch_size: No piece may have more samples, or `None`.
+        cache: Look up and remember plans on disk.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: Any,
+        levers: frozenset[str],
+        *,
+        named_levers: bool = False,
+        micro_batch_size: int | None = None,
+        cache: bool = True,
+    ) -> None:
+        self._backend = backend
+        self._model = model
+        self._levers = levers if named_levers else levers - {"xla"}
+        self._micro = micro_batch_size
+        self._cache = cache
+        self._ways: tuple[Workload, list[planning.Way]] | None = None
+
+    def make(self, workload: Workload, limit: int, caution: float = 1.0) -> Plan:
+        """The plan for a step within `limit` bytes.
+
+        Args:
+            workload: The step, whole.
+            limit: Bytes for the model and everything the step needs.
+            caution: By how much the usual margin is raised, after a plan that was not kept.
+        """
+        key = plan_cache.key(self._backend, self._model, workload, limit, sorted(self._levers), self._micro, caution)
+        if self._cache and (known := plan_cache.recall(key)) is not None:
+            return known
+        if self._ways is None or self._ways[0] != workload:
+            self._ways = workload, list(self._all_ways(workload))
+        mode = mode_of(self._backend, workload.jit, self._model)
+        request = planning.Request(
+            batch_size=_samples(workload),
+            limit=limit,
+            margin=(1 + band_of("trace", self._backend.name, mode).above) * caution,
+            allowed=self._levers,
+            caveats=statistics_caveat(self._model),
+            micro_batch_size=self._micro,
+        )
+        try:
+            found = planning.make(request, self._ways[1])
+        except CannotFitError:
+            # Perhaps it is the new values of weights and optimizer that have no room beside the old ones.
+            lean = [dataclasses.replace(way, commit=0) for way in self._ways[1]]
+            found = dataclasses.replace(planning.make(request, lean), lean_commit=True)
+        if self._cache:
+            plan_cache.remember(key, found)
+        return found
+
+    def propose(self, data: Any, device: Device, limit: int, caution: float) -> Plan | None:
+        """A plan for this very batch, or `None` where nothing can be said about it.
+
+        Raises:
+            CannotFitError: When not even a hopeful look finds a way.
+        """
+        x, y, _ = unpack(data)
+        gpu = devices.local() if not device.name.upper().startswith("CPU") else None
+        target = Target(gpu is not None, gpu.capability if gpu is not None else (8, 0))
+        try:
+            workload = Workload(
+                tree.map_structure(_spec, x), tree.map_structure(_spec, y), "train", self._jit(), target
+            )
+            if caution <= 1 and self._is_plenty(workload, limit):
+                return None
+            return self._for_training(workload, limit, caution)
+        except CannotFitError:
+            raise
+        except (OomproofError, TypeError, ValueError, NotImplementedError):
+            return None  # A model that cannot be traced is trained all the same, and measured.
+
+    def _for_training(self, workload: Workload, limit: int, caution: float) -> Plan:
+        """As `make`, where a plan that is not kept costs a failed step and nothing else.
+
+        A plan that is exact if the estimate is right comes before one that surely fits and is not exact. And what does
+        not fit if the estimate is right may still fit; what would not if it were far too high need not be tried.
+        """
+        try:
+            found = self.make(workload, limit, caution)
+        except CannotFitError:
+            return self.make(workload, limit, _HOPEFUL)
+        if found.caveats:
+            mode = mode_of(self._backend, workload.jit, self._model)
+            margin = 1 + band_of("trace", self._backend.name, mode).above
+            with contextlib.suppress(CannotFitError):
+                exact = self.make(workload, limit, caution / margin)
+                return found if exact.caveats else exact
+        return found
+
+    @property
+    def changes_models(self) -> bool:
+        """Whether a lever is allowed that changes the model and not just how its batches are run."""
+        return bool(self._levers & {"mixed_precision", "xla"})
+
+    def propose_for(self, arguments: Mapping[str, Any], memory: DeviceMemory, budget: int | None) -> Plan | None:
+        """A plan before `fit` begins, from the arrays it is given; `None` for data that does not say its shapes."""
+        x, y, size = arguments.get("x"), arguments.get("y"), arguments.get("batch_size") or 32
+        leaves = [leaf for leaf in tree.flatten((x, y)) if leaf is not None]
+        device, use = memory.describe(), memory.usage()
+        limit = budget if budget is not None else device.limit
+        if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves) or limit is None or use is None:
+            return None
+        few = tree.map_structure(lambda leaf: leaf if leaf is None else leaf[:size], (x, y))
+        found = self.propose(few, device, limit - use.current + _resident(self._model), 1.0)
+        if found is None or found.precision is None:
+            return found
+        before, after = self._losses(few, found.precision)
+        if abs(after - before) <= _SAME_LOSS * max(abs(before), 1e-6):
+            return found
+        logger.warning(
+            f"oomproof: not trained in {found.precision}: the loss of the first batch would be {after:.4g} and not "
+            f"{before:.4g}"
+        )
+        self._levers -= {"mixed_precision"}
+        self._ways = None
+        return self.propose_for(arguments, memory, budget)
+
+    def _losses(self, data: Any, precision: str) -> tuple[float, float]:
+        """The loss of a few samples in the model's own precision and in another."""
+        x, y = tree.map_structure(lambda leaf: leaf if leaf is None else leaf[:_LOOKED_AT], data)
+        few = self._backend.as_batch(x, y, None)
+        step = self._backend.step(self._model)
+        step.prepare(few, "train")
+        before = step.loss(few, 1)
+        with computed_in(self._model, precision):
+            return before, self._backend.step(self._model).loss(few, 1)
+
+    def _jit(self) -> bool:
+        return bool(self._model.jit_compile) and not self._model.run_eagerly
+
+    def _is_plenty(self, workload: Workload, limit: int) -> bool:
+        """Whether a rough upper bound is far below the limit, so that tracing the step would be a waste of time."""
+        outputs = _bytes_of_outputs(self._model, _samples(workload))
+        if outputs is None:
+            return False
+        return 4 * _resident(self._model) + 4 * outputs < _PLENTY * limit
+
+    def _all_ways(self, workload: Workload) -> Iterable[planning.Way]:
+        yield self._way(workload, own=True)
+        capability = workload.target.capability
+        mixed = "mixed_bfloat16" if capability >= (8, 0) else "mixed_float16"
+        usual = self._model.dtype_policy.name
+        if "mixed_precision" in self._levers and usual == "float32":
+            yield self._way(workload, precision=mixed, speed=_SPEED_OF_MIXED_PRECISION)
+        if "xla" in self._levers and self._backend.name == "tensorflow" and not workload.jit:
+            compiled = dataclasses.replace(workload, jit=True)
+            yield self._way(compiled, speed=_SPEED_OF_XLA)
+
+    def _way(
+        self, workload: Workload, *, own: bool = False, precision: str | None = None, speed: float = 1.0
+    ) -> planning.Way:
+        backend, model = self._backend, self._model
+        with computed_in(model, precision) as policy:
+            trace = backend.trace(model, workload)
+            chain = chain_of(model, workload, trace, replay(trace).peak, backend)
+        mode = mode_of(backend, workload.jit, model)
+        return planning.Way(
+            jit=workload.jit,
+            own=own,
+            precision=policy,
+            exact=precision is None,
+            chain=chain,
+            speed=speed,
+            piece_cost=_PIECE_COST.get((backend.name, mode), _USUAL_PIECE_COST),
+            equal_pieces_only=workload.jit and backend.name != "torch",
+            adds_up=backend.name != "torch",
+            batch_on_device=backend.name != "torch",
+            commit=_resident(model),
+        )
+
+
+def _samples(workload: Workload) -> int:
+    return int(next(leaf for leaf in tree.flatten(workload.x) if leaf is not None).shape[0])
+
+
+def _spec(leaf: Any) -> Spec | None:
+    if leaf is None:
+        return None
+    return Spec(tuple(int(size) for size in leaf.shape), keras_backend.standardize_dtype(leaf.dtype))
+
+
+def _bytes_of_outputs(model: Any, samples: int) -> int | None:
+    """Bytes of everything the layers of a functional model make of a batch, or `None` where that is not known."""
+    total, found = 0, False
+    for graph in graphs(model):
+        for call in graph.calls:
+            for tensor in call.node.outputs:
+                found = True
+                shape = [samples, *tensor.shape[1:]]
+                if any(size is None for size in shape):
+                    return None
+                total += tensor_bytes(tuple(shape), str(tensor.dtype))
+    return total if found else None
+
+
+def _resident(model: Any) -> int:
+    """Bytes of weights and optimizer state."""
+    slots = model.optimizer.variables if model.optimizer is not None else ()
+    return sum(tensor_bytes(tuple(v.shape), str(v.dtype)) for v in [*model.variables, *slots])

@@ -1,0 +1,35 @@
+"""What real steps that recompute every block take from TensorFlow's allocator, as one JSON line: {model: figures}.
+
+    python chain_child.py MODEL...
+
+As `trace_child.py`, which does the measuring.
+"""
+
+import json
+import sys
+
+import chain_models
+import trace_child
+from trace_models import Kind
+
+
+def recomputing(name):
+    def build():
+        from oomproof.backends import current
+
+        model, batch = getattr(chain_models, name)()
+        # Never left: the process ends with it.
+        build.scope = current().recomputing(model, chain_models.blocks(name, model))
+        build.scope.__enter__()
+        (inputs,) = model.inputs
+        return model, batch, (Kind(tuple(inputs.shape[1:]), 1000 if "int" in inputs.dtype else 0), Kind(below=10))
+
+    return build
+
+
+if __name__ == "__main__":
+    found = {}
+    for name in sys.argv[1:]:
+        trace_child.MODELS[name] = recomputing(name)
+        found[name] = trace_child.in_a_process(trace_child.measured, name)
+    print(json.dumps(found))

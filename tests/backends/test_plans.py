@@ -1,0 +1,298 @@
+"""Plans: made from a model and a limit, followed by training, and kept on disk."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import oom_memory
+import pytest
+from here import BACKEND, only
+
+import oomproof
+from oomproof import backends, plan_cache
+from oomproof.backends.fake import FakeMemory
+from oomproof.plans import Planner
+
+HERE = pathlib.Path(__file__).parent
+MIB = 2**20
+
+
+def a_model(norm=keras.layers.LayerNormalization, blocks=6, compiled=True):
+    keras.utils.clear_session()  # Names count from the beginning, as in another run of a script.
+    keras.utils.set_random_seed(0)
+    inputs = x = keras.Input((16, 32))
+    for index in range(blocks):
+        y = keras.layers.Dense(128, activation="relu", name=f"wide_{index}")(norm(name=f"norm_{index}")(x))
+        x = keras.layers.Add(name=f"add_{index}")([keras.layers.Dense(32, name=f"narrow_{index}")(y), x])
+    model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.GlobalAveragePooling1D()(x)))
+    if compiled:
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def data(samples=64):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(samples, 16, 32)).astype("float32"), rng.integers(0, 3, (samples, 1))
+
+
+def peak(batch=256):
+    return oomproof.estimate(a_model(), batch, memory="80GiB", engine="trace").expected
+
+
+# What a plan says
+
+
+def test_what_fits_is_left_as_it_is():
+    plan = oomproof.plan(a_model(), 256, memory="8GiB", cache=False)
+    assert (plan.micro_batch_size, plan.recompute, plan.precision, plan.jit_compile) == (None, (), None, None)
+    assert plan.relative_time == 1.0
+    assert plan.sentence.startswith("batch 256 whole: predicted ")
+
+
+def test_what_does_not_fit_is_made_to():
+    budget = int(peak() * 0.4)
+    plan = oomproof.plan(a_model(), 256, budget=budget, cache=False)
+    assert plan.predicted <= budget == plan.limit
+    assert plan.micro_batch_size is not None or plan.recompute
+    assert plan.relative_time > 1
+    assert plan.caveats == ()
+    assert sum(row.taken for row in plan.alternatives) == 1
+    assert str(plan).count("\n") == len(plan.alternatives) + 1
+
+
+def test_with_batch_statistics_recomputation_comes_first():
+    budget = int(oomproof.estimate(a_model(keras.layers.BatchNormalization), 256, memory="80GiB").expected * 0.8)
+    plan = oomproof.plan(a_model(keras.layers.BatchNormalization), 256, budget=budget, cache=False, allow="exact")
+    assert plan.recompute
+    assert plan.micro_batch_size is None
+    assert plan.caveats == ()
+
+
+def test_where_nothing_fits_it_says_what_comes_closest():
+    with pytest.raises(oomproof.CannotFitError) as refused:
+        oomproof.plan(a_model(), 256, budget=MIB // 4, cache=False)
+    assert "256 KiB" in str(refused.value)
+
+
+def test_levers_that_are_not_named_are_not_used():
+    budget = int(peak() * 0.4)
+    for allow, field in (({"recompute"}, "micro_batch_size"), ({"microbatch"}, "recompute")):
+        try:
+            plan = oomproof.plan(a_model(), 256, budget=budget, allow=allow, cache=False)
+        except oomproof.CannotFitError:
+            continue
+        assert not getattr(plan, field)
+
+
+def test_another_precision_where_it_is_allowed():
+    budget = int(peak() * 0.8)
+    plan = oomproof.plan(a_model(), 256, budget=budget, allow={"microbatch", "mixed_precision"}, cache=False)
+    assert plan.precision == "mixed_bfloat16"
+    assert "in mixed_bfloat16" in plan.sentence
+
+
+def test_the_model_is_left_as_it_was():
+    model = a_model()
+    before = [np.array(value) for value in model.get_weights()]
+    oomproof.plan(
+        model, 256, budget=int(peak() * 0.4), allow={"microbatch", "recompute", "mixed_precision"}, cache=False
+    )
+    assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+    assert model.dtype_policy.name == "float32"
+    model.fit(*data(), verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"batch_size": 0, "budget": "1GiB"}, ValueError, "at least 1"),
+        ({"batch_size": 8}, ValueError, "something to fit into"),
+        ({"batch_size": 8, "budget": "1GiB", "allow": "everything"}, ValueError, "Received: allow='everything'"),
+        ({"batch_size": 8, "budget": "1GiB", "allow": {"magic"}}, ValueError, "Expected `allow`"),
+        ({"batch_size": 8, "budget": "lots"}, ValueError, "budget"),
+        ({"batch_size": 8, "gpu": "rtx-9999"}, ValueError, "no GPU"),
+        ({"batch_size": 8, "gpu": "t4", "budget": "100GiB"}, ValueError, "at most what the device has"),
+    ],
+)
+def test_bad_arguments(options, error, match):
+    with pytest.raises(error, match=match):
+        oomproof.plan(a_model(), **options)
+
+
+def test_a_model_that_is_not_compiled():
+    with pytest.raises(ValueError, match="not compiled"):
+        oomproof.plan(a_model(compiled=False), 8, budget="1GiB")
+
+
+# Plans on disk
+
+
+def test_a_plan_is_remembered(monkeypatch, tmp_path):
+    monkeypatch.setenv("OOMPROOF_CACHE_DIR", str(tmp_path))
+    budget = int(peak() * 0.5)
+    first = oomproof.plan(a_model(), 256, budget=budget)
+    with monkeypatch.context() as patch:
+        patch.setattr("oomproof.plans.Planner._all_ways", lambda *_: pytest.fail("made anew"))
+        assert oomproof.plan(a_model(), 256, budget=budget) == first
+        with pytest.raises(pytest.fail.Exception):
+            oomproof.plan(a_model(), 256, budget=budget + MIB)
+        with pytest.raises(pytest.fail.Exception):
+            oomproof.plan(a_model(blocks=5), 256, budget=budget)
+        with pytest.raises(pytest.fail.Exception):
+            oomproof.plan(a_model(), 256, budget=budget, cache=False)
+    assert plan_cache.forget() == 1
+    assert plan_cache.forget() == 0
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"micro": 3}'])
+def test_a_broken_file_is_a_plan_to_be_made_anew(monkeypatch, tmp_path, content):
+    monkeypatch.setenv("OOMPROOF_CACHE_DIR", str(tmp_path))
+    first = oomproof.plan(a_model(), 64, memory="8GiB")
+    (path,) = (tmp_path / "plans").glob("*.json")
+    path.write_text(content)
+    assert oomproof.plan(a_model(), 64, memory="8GiB") == first
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OOMPROOF_CACHE_DIR", str(tmp_path / "file"))
+    assert oomproof.plan(a_model(), 64, memory="8GiB").batch_size == 64
+
+
+def test_a_plan_goes_to_json_and_back(tmp_path):
+    plan = oomproof.plan(a_model(), 256, budget=int(peak() * 0.4), cache=False)
+    plan.save(tmp_path / "plan.json")
+    assert oomproof.Plan.load(tmp_path / "plan.json") == plan
+
+
+# Plans that training follows
+
+
+def test_training_follows_a_plan():
+    x, y = data(512)
+    plain, planned = a_model(), a_model()
+    plain.fit(x, y, batch_size=256, shuffle=False, verbose=0)
+    plan = oomproof.plan(planned, 256, budget=int(peak() * 0.5), cache=False)
+    run = oomproof.fit(planned, x, y, batch_size=256, shuffle=False, verbose=0, plan=plan).run
+    assert (run.plan.micro_batch_size, run.plan.recompute) == (plan.micro_batch_size, plan.recompute)
+    for a, b in zip(plain.get_weights(), planned.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
+def test_a_precision_lasts_as_long_as_the_guard():
+    x, y = data()
+    model = a_model()
+    oomproof.guard(model, plan=oomproof.Plan(precision="mixed_bfloat16"))
+    seen = []
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_, **__: seen.append(model.layers[1].compute_dtype)
+    )
+    model.fit(x, y, batch_size=32, verbose=0, callbacks=[watch])
+    assert set(seen) == {"bfloat16"}
+    oomproof.unguard(model)
+    assert model.layers[1].compute_dtype == "float32"
+    assert {variable.dtype for variable in model.trainable_variables} == {"float32"}
+    model.fit(x, y, batch_size=32, verbose=0)
+
+
+def test_float16_comes_with_a_scaled_loss():
+    x, y = data()
+    model = a_model()
+    optimizer = model.optimizer
+    oomproof.guard(model, plan=oomproof.Plan(precision="mixed_float16"))
+    model.fit(x, y, batch_size=32, verbose=0)
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    oomproof.unguard(model)
+    assert model.optimizer is optimizer
+    assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == 2
+
+
+@pytest.fixture
+def asked():
+    """A planner that may change the precision, what `fit` was given, and a device on which the batch does not fit."""
+    model = a_model()
+    planner = Planner(
+        backends.current(), model, frozenset({"microbatch", "mixed_precision"}), named_levers=True, cache=False
+    )
+    x, y = data(256)
+    return planner, {"x": x, "y": y, "batch_size": 256}, FakeMemory(int(peak() * 0.6))
+
+
+def test_a_precision_is_chosen_before_fit_begins(asked):
+    planner, arguments, memory = asked
+    assert planner.changes_models
+    assert planner.propose_for(arguments, memory, None).precision == "mixed_bfloat16"
+
+
+def test_data_that_does_not_say_its_shapes_is_not_looked_at(asked):
+    planner, _, memory = asked
+    assert planner.propose_for({"x": iter([data()])}, memory, None) is None
+    assert planner.propose_for({"x": None}, memory, None) is None
+
+
+def test_a_precision_that_changes_the_loss_is_not_taken(asked, monkeypatch, caplog):
+    planner, arguments, memory = asked
+    monkeypatch.setattr(Planner, "_losses", lambda *_: (1.0, 1.2))
+    plan = planner.propose_for(arguments, memory, None)
+    assert plan.precision is None
+    assert plan.micro_batch_size is not None
+    assert "would be 1.2 and not 1" in caplog.text
+
+
+def test_the_loss_is_compared_on_real_samples(asked):
+    planner, arguments, _ = asked
+    before, after = planner._losses((arguments["x"], arguments["y"]), "mixed_bfloat16")
+    assert before != after
+    assert abs(before - after) < 0.05 * before
+
+
+# Under a limit that is real
+
+
+@pytest.fixture(scope="module")
+def children(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plans")
+
+    def run(name, limit):
+        path = folder / f"{name} {limit}.npz"
+        env = {**os.environ, **oom_memory.environment(BACKEND, limit or 2000), "KERAS_BACKEND": BACKEND}
+        env["PYTHONPATH"] = str(HERE.parents[1] / "src")
+        command = [sys.executable, str(HERE / "plan_child.py"), name, str(limit), str(path)]
+        child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+        assert child.returncode == 0, child.stderr[-3000:]
+        return json.loads(child.stdout.strip().splitlines()[-1]), list(np.load(path).values())
+
+    plain = {}
+
+    def both(name, share):
+        if name not in plain:
+            plain[name] = run(name, 0)
+        answer, weights = plain[name]
+        return (*run(name, int(answer["peak"] * share / MIB)), weights)
+
+    return both
+
+
+@only("tensorflow", because="peaks of a real allocator on a CPU")
+@pytest.mark.parametrize("share", [0.7, 0.4])
+def test_no_step_fails(children, share):
+    answer, weights, expected = children("layer norm", share)
+    assert answer["ooms"] == 0
+    assert answer["lines"][0].startswith(f"oomproof: batch {128} ")
+    assert "exact" in answer["lines"][0]
+    for a, b in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@only("tensorflow", because="peaks of a real allocator on a CPU")
+def test_batch_statistics_stay_those_of_the_whole_batch(children):
+    answer, weights, expected = children("batch norm", 0.7)
+    assert answer["run"]["plan"]["recompute"]
+    assert answer["run"]["plan"]["micro_batch_size"] is None
+    assert answer["run"]["plan"]["caveats"] == []
+    for a, b in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,166 @@
+"""The driver with plans, on a fake device: when one is asked for, what is done with it, and what if it is not kept."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from oomproof.backends.fake import FakeMemory, FakeStep
+from oomproof.batches import Settings
+from oomproof.driver import Driver
+from oomproof.errors import CannotFitError
+from oomproof.records import Plan
+
+BATCH = list(range(256))
+INEXACT = ("BatchNormalization (bn) normalises with the statistics of each piece",)
+
+
+@dataclasses.dataclass
+class RecomputingStep(FakeStep):
+    """Each stretch that is recomputed takes a quarter off what a sample needs."""
+
+    recompute: tuple[str, ...] = ()
+
+    def _gradients(self, samples):
+        slope = self.slope * (1 - 0.25 * len(self.recompute))
+        self.memory.take(self.fixed + slope * samples, "step")
+
+
+class Proposals:
+    """Hands out plans in turn, and remembers what it was asked."""
+
+    def __init__(self, *plans):
+        self.plans, self.asked = list(plans), []
+
+    def __call__(self, data, device, limit, caution):
+        self.asked.append((len(data), device.name, limit, round(caution, 3)))
+        plan = self.plans.pop(0) if self.plans else None
+        if isinstance(plan, Exception):
+            raise plan
+        return plan
+
+
+def driver_with(proposals, limit, *, resident=0, settings=None, **step):
+    memory = FakeMemory(limit, resident)
+    settings = dataclasses.replace(settings or Settings(), propose=proposals)
+    driver = Driver(RecomputingStep(memory, **step), memory, settings)
+    driver.begin(silent=False)
+    driver.begin_epoch(0)
+    return driver
+
+
+def events(driver):
+    return [(event.kind, event.before, event.after) for event in driver.record("fake", {}).events]
+
+
+def planned(**changes):
+    return Plan(batch_size=256, predicted=900, limit=1000, relative_time=1.2, segments=3, **changes)
+
+
+def test_a_plan_is_made_before_the_first_step_and_nothing_fails():
+    proposals = Proposals(planned(micro_batch_size=64, recompute=("a..b",)))
+    driver = driver_with(proposals, 1000, slope=19)
+    for _ in range(3):
+        driver.run("train", BATCH)
+    assert driver.memory.failures == 0
+    assert [pieces for _, _, pieces in driver.step.done] == [4, 4, 4]
+    assert driver.step.recompute == ("a..b",)
+    assert events(driver) == [("plan", 256, 64)]
+    assert len(proposals.asked) == 1
+    plan = driver.plan
+    assert (plan.micro_batch_size, plan.recompute, plan.predicted, plan.segments) == (64, ("a..b",), 900, 3)
+
+
+def test_it_is_told_what_there_is_for_the_model_and_the_step():
+    proposals = Proposals(None)
+    driver_with(proposals, 1000, resident=200, slope=1).run("train", BATCH)
+    # 800 are free, and the 200 in use are the model's own.
+    assert proposals.asked == [(256, "FAKE:0", 1000, 1.0)]
+
+
+def test_where_no_plan_is_needed_the_batch_runs_as_it_is():
+    driver = driver_with(Proposals(None), 10_000, slope=10)
+    driver.run("train", BATCH)
+    assert driver.step.done == [("train", BATCH, 1)]
+    assert events(driver) == []
+
+
+def test_only_training_is_planned():
+    proposals = Proposals()
+    driver = driver_with(proposals, 10_000, slope=10)
+    driver.run("test", BATCH)
+    driver.run("predict", BATCH)
+    assert proposals.asked == []
+
+
+def test_a_plan_that_is_not_kept_is_answered_with_more_recomputation_where_cutting_is_not_exact():
+    proposals = Proposals(planned(recompute=("a",)), planned(recompute=("a", "b")))
+    driver = driver_with(proposals, 1500, slope=10, inexact=INEXACT)
+    driver.run("train", BATCH)
+    assert driver.step.done == [("train", BATCH, 1)]
+    assert driver.step.recompute == ("a", "b")
+    assert [kind for kind, *_ in events(driver)] == ["plan", "oom"]
+    assert [caution for *_, caution in proposals.asked] == [1.0, 1.2]
+    assert driver.plan.caveats == ()
+
+
+def test_and_with_measured_pieces_where_cutting_is_exact():
+    proposals = Proposals(planned(recompute=("a",)))
+    driver = driver_with(proposals, 1500, slope=10)
+    driver.run("train", BATCH)
+    assert len(proposals.asked) == 1
+    assert driver.step.recompute == ("a",)
+    assert driver.step.done[0][2] > 1
+    assert driver.memory.failures == 1
+
+
+def test_when_recomputation_has_no_more_to_give_the_batch_is_cut_and_it_is_said():
+    driver = driver_with(Proposals(planned(recompute=("a",)), None), 1000, slope=10, inexact=INEXACT)
+    driver.run("train", BATCH)
+    assert driver.step.done[0][2] > 1
+    assert driver.plan.caveats == INEXACT
+
+
+def test_a_plan_that_nobody_thought_necessary_is_made_after_a_failure():
+    proposals = Proposals(None, planned(recompute=("a", "b", "c")))
+    driver = driver_with(proposals, 1000, slope=10)
+    driver.run("train", BATCH)
+    assert [caution for *_, caution in proposals.asked] == [1.0, 1.2]
+    assert events(driver) == [("oom", 256, 256)]
+    assert driver.step.done == [("train", BATCH, 1)]
+
+
+def test_it_is_not_asked_for_plans_for_ever():
+    proposals = Proposals()
+    driver = driver_with(proposals, 300, slope=10, inexact=INEXACT)
+    driver.run("train", BATCH)
+    assert len(proposals.asked) <= 4
+    assert driver.step.done[0][2] > 8
+
+
+def test_a_given_plan_is_followed_and_no_other_made():
+    proposals = Proposals()
+    settings = Settings(start=planned(micro_batch_size=32, recompute=("a",)))
+    driver = driver_with(proposals, 1000, settings=settings, slope=10)
+    driver.run("train", BATCH)
+    assert proposals.asked == []
+    assert driver.step.recompute == ("a",)
+    assert driver.step.done[0][2] == 8
+    assert events(driver) == []
+
+
+def test_that_nothing_fits_is_said_before_the_first_step():
+    driver = driver_with(Proposals(CannotFitError("needs more")), 1000, slope=10)
+    with pytest.raises(CannotFitError, match="needs more"):
+        driver.run("train", BATCH)
+    assert driver.memory.failures == 0
+
+
+def test_within_a_budget_the_plan_says_what_to_recompute_and_measuring_how_much_at_a_time():
+    proposals = Proposals(planned(micro_batch_size=128, recompute=("a", "b")))
+    driver = driver_with(proposals, 10_000, settings=Settings(budget=600), slope=10, fixed=20)
+    driver.run("train", BATCH)
+    assert driver.step.recompute == ("a", "b")
+    assert driver.memory.peak <= 600
+    assert driver.memory.failures == 0

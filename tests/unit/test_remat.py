@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oomproof.step import remat
+from oomproof.tracing import Stretch
+
+Runs = tuple[tuple[int, int], ...]
+
+
+def stretch(label: str, kept: int = 10, crossing: tuple[int, ...] = (), **more: object) -> Stretch:
+    fields = {"work": 0, "gradients": 0, "cost": 0.1, **more}
+    return Stretch(label, label, kept, crossing, **fields)  # type: ignore[arg-type]
+
+
+def uniform(count: int, **fields: object) -> list[Stretch]:
+    return [stretch(f"layer_{index}", **fields) for index in range(count)]  # type: ignore[arg-type]
+
+
+@st.composite
+def chains(draw: st.DrawFn, least: int = 0, most: int = 7) -> list[Stretch]:
+    """Chains in which what is needed later never grows; in two graphs, and some of them not to be recomputed."""
+    count = draw(st.integers(least, most))
+    second = draw(st.integers(0, 2 * count))
+    made = []
+    for index in range(count):
+        label = f"{'inner/' if index >= second else ''}layer_{index}"
+        crossing = sorted(draw(st.lists(st.integers(0, 30), max_size=3)), reverse=True)
+        made.append(
+            Stretch(
+                label,
+                label,
+                kept=draw(st.integers(0, 30)),
+                crossing=tuple(crossing),
+                work=draw(st.integers(0, 20)),
+                gradients=draw(st.integers(0, 10)),
+                cost=draw(st.integers(0, 8)) / 64,
+                recomputable=draw(st.sampled_from([True, True, True, False])),
+            )
+        )
+    return made
+
+
+def all_runs(stretches: Sequence[Stretch], start: int = 0) -> Iterator[Runs]:
+    """Every set of runs that is allowed."""
+    if start >= len(stretches):
+        yield ()
+        return
+    yield from all_runs(stretches, start + 1)
+    for end in range(start + 1, len(stretches) + 1):
+        inside = stretches[start:end]
+        graphs = {label.rpartition("/")[0] for each in inside for label in (each.first, each.last)}
+        if len(graphs) > 1 or not all(each.recomputable for each in inside):
+            return
+        yield from (((start, end), *rest) for rest in all_runs(stretches, end))
+
+
+def simulated_peak(stretches: Sequence[Stretch], runs: Runs) -> int:
+    """The same as `remat.peak`, the slow way: every moment on its own, and the end of the forward pass."""
+    run_of = {at: run for run in runs for at in range(*run)}
+
+    def crossing(at: int) -> int:
+        further = run_of[at][1] - 1 - at
+        return (*stretches[at].crossing, *[0] * len(stretches))[further]
+
+    def remaining(at: int) -> int:
+        return crossing(at) if at in run_of else stretches[at].kept
+
+    moments = [sum(remaining(at) for at in range(len(stretches)))]
+    for at in range(len(stretches)):
+        start, end = run_of.get(at, (at, at + 1))
+        own = sum(max(stretches[i].kept, crossing(i)) if i in run_of else stretches[i].kept for i in range(start, end))
+        moments.append(
+            sum(remaining(i) for i in range(start))
+            + own
+            + max(each.work for each in stretches[start:end])
+            + sum(each.gradients for each in stretches[start:])
+        )
+    return max(moments)
+
+
+def preference(stretches: Sequence[Stretch], runs: Runs) -> tuple[float, int, int]:
+    recomputed = [at for run in runs for at in range(*run)]
+    return sum(stretches[at].cost for at in recomputed), len(runs), len(recomputed)
+
+
+@settings(max_examples=300, deadline=None)
+@given(stretches=chains())
+def test_the_peak_is_the_largest_of_all_moments(stretches):
+    for runs in all_runs(stretches):
+        assert remat.peak(stretches, runs) == simulated_peak(stretches, runs)
+
+
+@settings(max_examples=600, deadline=None)
+@given(stretches=chains(), share=st.floats(0, 1))
+def test_the_choice_is_the_best_of_all(stretches, share):
+    peaks = {runs: remat.peak(stretches, runs) for runs in all_runs(stretches)}
+    lowest, highest = min(peaks.values()), max(peaks.values())
+    room = int(lowest - 3 + share * (highest - lowest + 6))
+    fitting = [runs for runs, peak in peaks.items() if peak <= room]
+    chosen = remat.choose(stretches, room)
+    if not fitting:
+        assert chosen is None
+    else:
+        assert peaks[chosen] <= room
+        assert preference(stretches, chosen) == min(preference(stretches, runs) for runs in fitting)
+
+
+@settings(max_examples=200, deadline=None)
+@given(stretches=chains())
+def test_the_least_peak_is_the_least_of_all(stretches):
+    assert remat.peak(stretches, remat.least(stretches)) == min(
+        remat.peak(stretches, runs) for runs in all_runs(stretches)
+    )
+
+
+def test_nothing_is_recomputed_where_everything_fits():
+    stretches = uniform(5)
+    assert remat.choose(stretches, 50) == ()
+    assert remat.choose([], 0) == ()
+    assert remat.peak([], ()) == 0
+
+
+def test_of_equal_costs_the_fewest_runs_and_then_the_shortest():
+    # The first two fit one by one as well as together.
+    stretches = uniform(4, crossing=(1,))
+    assert remat.peak(stretches, ((0, 1), (1, 2))) == 22
+    assert remat.choose(stretches, 22) == ((0, 2),)
+    free = [dataclasses.replace(each, cost=0.0) for each in uniform(4)]
+    assert remat.choose(free, 30) == ((0, 1),)
+
+
+def test_a_run_keeps_what_is_needed_after_its_end():
+    """A skip connection from the first stretch to the last makes a long run keep it, and a longer one not."""
+    stretches = [stretch("a", crossing=(8, 8)), stretch("b", crossing=(1,)), stretch("c"), stretch("d")]
+    assert remat.peak(stretches, ((0, 2),)) == max(20, 9 + 20)
+    assert remat.peak(stretches, ((0, 3),)) == max(30, 0 + 10)
+
+
+def test_gradients_of_weights_count_from_the_end():
+    stretches = uniform(3, gradients=5)
+    assert remat.peak(stretches, ()) == max(10 + 15, 20 + 10, 30 + 5)
+    # All of a run's are taken to be there from the beginning of its backward pass.
+    assert remat.peak(stretches, ((0, 3),)) == 30 + 15
+
+
+@pytest.mark.parametrize(
+    "labels", [("a", "inner/b"), ("inner/a", "other/b"), ("inner/a", "inner/deeper/b")], ids=lambda labels: labels[1]
+)
+def test_a_run_stays_within_one_graph(labels):
+    stretches = [stretch(label) for label in labels]
+    # Room for what one run over both would need, and for nothing else.
+    assert remat.choose([*stretches, stretch("end", kept=20, recomputable=False)], 20) == ((0, 1), (1, 2))
+    crossing = Stretch(*labels, kept=10, crossing=(), work=0, gradients=0, cost=0.1)
+    assert remat.choose([crossing, stretch("end", kept=20, recomputable=False)], 20) is None
+
+
+def test_long_chains_get_an_answer_close_to_the_best():
+    """With equal stretches the best is known: all but what still fits besides one long run."""
+    stretches = uniform(200, kept=1000, crossing=(100,), cost=1 / 200)
+    chosen = remat.choose(stretches, 100_000)
+    assert remat.peak(stretches, chosen) <= 100_000
+    assert preference(stretches, chosen)[0] <= 101 / 200 + 0.02
+    assert remat.choose(stretches, remat.peak(stretches, remat.least(stretches))) is not None
+
+
+def test_the_same_chain_gives_the_same_runs():
+    stretches = uniform(30, kept=7, crossing=(2, 1))
+    assert len({remat.choose(stretches, 90) for _ in range(3)}) == 1
