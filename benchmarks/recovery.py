@@ -139,7 +139,8 @@ def _trained(name: str, **guarded: Any) -> tuple[Any, int]:
         failures += found is not None
         return found
 
-    oomproof.guard(model, **guarded)
+    # A plan is followed and no other made: here memory is to run out.
+    oomproof.guard(model, plan=oomproof.Plan(), **guarded)
     with unittest.mock.patch.object(TensorFlowMemory, "shortage", counting):
         return model.fit(Batches(), verbose=0).run, failures
 
@@ -182,7 +183,7 @@ def cost(name: str) -> dict[str, Any]:
     model, shape = _model(name)
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(BATCH, *shape)).astype("float32"), rng.integers(0, 10, (BATCH, 1))
-    oomproof.guard(model)
+    oomproof.guard(model, plan=oomproof.Plan())
     whole = [_timed(lambda: model.train_on_batch(x, y)) for _ in range(8)]
     step = vars(model)["_oomproof_guard"]._driver.step
     # As `train_on_batch` passes it, so that nothing is left to be traced.

@@ -44,6 +44,8 @@ LIMIT = int(sys.argv[2])
 OPTIONS = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
 LINES: list[str] = []  # What oomproof logged.
 MEMORY = oom_memory.limited(BACKEND, LIMIT)
+# A plan is followed and no other made: here memory is to run out.
+RECOVERY = {"plan": oomproof.Plan()}
 
 
 def unseen_ballast(model, mib_at):
@@ -77,7 +79,7 @@ def trained(path, callbacks=(), epochs=2, prepare=None, **guarded):
     """fit under guard, with everything recorded that every scenario promises."""
     model, data, recorder = token_net(), Counting(sequences()), Recorder(MEMORY)
     if LIMIT:
-        oomproof.guard(model, **guarded)
+        oomproof.guard(model, **(guarded or RECOVERY))
         if prepare:
             prepare(model)
     history = model.fit(data, epochs=epochs, verbose=2, shuffle=False, callbacks=[*callbacks, recorder])
@@ -110,7 +112,7 @@ def repeatedly(path):
     model, data, epochs, recorder = token_net(), Counting(sequences()), OPTIONS["epochs"], Recorder(MEMORY)
     # Where memory cannot be measured pieces never grow again, so each epoch has to leave less than the one before.
     left = iter(OPTIONS.get("leave", ()))
-    oomproof.guard(model)
+    oomproof.guard(model, **RECOVERY)
     guard = vars(model)["_oomproof_guard"]
     step = guard._ready().step
     original, held = step.train, []
@@ -136,7 +138,7 @@ def anew(path):
     for epoch in range(OPTIONS["epochs"]):
         MEMORY.renew()
         calls = {"initial_epoch": epoch, "epochs": epoch + 1, "verbose": 0, "shuffle": False, "callbacks": [recorder]}
-        history = oomproof.fit(model, data, **calls) if LIMIT else model.fit(data, **calls)
+        history = oomproof.fit(model, data, **calls, **RECOVERY) if LIMIT else model.fit(data, **calls)
         losses += history.history["loss"]
         ooms.append(history.run.ooms if LIMIT else 0)
     facts = {name: getattr(recorder, name) for name in ("current", "iterations", "seen")}
@@ -148,7 +150,7 @@ def validation(path):
     model, (x, y) = token_net(), sequences()
     data, held_out = Counting((x, y), 16), Counting((x, y), len(x))
     if LIMIT:
-        oomproof.guard(model)
+        oomproof.guard(model, **RECOVERY)
     history = model.fit(data, epochs=1, verbose=2, shuffle=False, validation_data=held_out)
     report(model, path, history, val_pulls=held_out.pulls, iterations=number(model.optimizer.iterations))
 
@@ -156,7 +158,7 @@ def validation(path):
 def predict(path):
     model, (x, _) = token_net(), sequences()
     if LIMIT:
-        oomproof.guard(model)
+        oomproof.guard(model, **RECOVERY)
     outputs = model.predict(Counting((x,), len(x)), verbose=2)
     np.savez(path, outputs)
     print(json.dumps({"lines": LINES, "shape": outputs.shape}))
@@ -165,7 +167,7 @@ def predict(path):
 def commit(path):
     model, (x, y) = table_net()
     if LIMIT:
-        oomproof.guard(model)
+        oomproof.guard(model, **RECOVERY)
     data = Counting((x, y), 64)
     before, error, history = None, None, None
 
@@ -196,7 +198,7 @@ def commit(path):
 def hopeless(path):
     """From the second epoch on, not even one sample fits."""
     model, data = wide_net(), Counting(sequences(16), 8)
-    oomproof.guard(model)
+    oomproof.guard(model, **RECOVERY)
     vault = {}
 
     class Squeeze(keras.callbacks.Callback):
@@ -229,7 +231,7 @@ def hopeless(path):
 def transactional(path):
     """An un-split step that fails changes nothing under guard; plain Keras leaves a half-made step behind."""
     model, (x, y) = token_net(norm=keras.layers.BatchNormalization, count=False), sequences()
-    oomproof.guard(model, allow="exact", verbose=0)
+    oomproof.guard(model, allow="exact", verbose=0, **RECOVERY)
     model.train_on_batch(x[:4], y[:4])
     before, error = state_of(model), None
     try:

@@ -137,7 +137,8 @@ def child(backend: str, net: str, cap: int, jit: str, recoveries: int, blind: bo
             return x[index * BATCH : (index + 1) * BATCH], y[index * BATCH : (index + 1) * BATCH]
 
     if guarded:
-        oomproof.guard(model)
+        # A plan is followed and no other made: here memory is to run out.
+        oomproof.guard(model, plan=oomproof.Plan())
     callbacks = [take_memory_in_every_epoch(model, backend, blind)] if recoveries and guarded else []
     began = time.perf_counter()
     history = model.fit(Batches(), epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
