@@ -35,7 +35,7 @@ def main() -> None:
     options.add_argument("--out", type=pathlib.Path, help="also append each answer to this file as it comes")
     options.add_argument("--jit", choices=("auto", "on", "off"), default="auto")
     chosen = options.parse_args()
-    from plan_zoo import ZOO
+    from _plan_zoo import ZOO
 
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
     names = chosen.models.split(",") if chosen.models else list(ZOO)
@@ -132,8 +132,8 @@ def _train(name: str, limit: int, device: str, jit: str, folder: str) -> dict[st
     import numpy as np
 
     import oomproof
+    from _plan_zoo import ZOO
     from oomproof import backends
-    from plan_zoo import ZOO
 
     backend = keras.backend.backend()
     if device == "gpu" and limit:

@@ -268,6 +268,7 @@ class Driver:
             return None
         changed = plan.recompute != self.step.recompute
         self.step.recompute = plan.recompute
+        self._lean |= plan.lean_commit
         sizing = self._sizing["train"]
         if plan.micro_batch_size is not None and self.settings.start is None:
             volume = plan.micro_batch_size * batch.unit

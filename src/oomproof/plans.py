@@ -17,7 +17,7 @@ from oomproof.backends.base import Backend, DeviceMemory
 from oomproof.backends.common.calls import graphs
 from oomproof.backends.common.model import statistics_caveat, unpack
 from oomproof.backends.common.precision import computed_in
-from oomproof.errors import CannotFitError, OomproofError
+from oomproof.errors import CannotFitError
 from oomproof.estimation.allocator import replay
 from oomproof.estimation.bands import band_of
 from oomproof.estimation.chain import chain_of
@@ -204,8 +204,10 @@ class Planner:
             return self._for_training(workload, limit, caution)
         except CannotFitError:
             raise
-        except (OomproofError, TypeError, ValueError, NotImplementedError):
-            return None  # A model that cannot be traced is trained all the same, and measured.
+        except Exception as error:
+            # Whatever it is that cannot be traced is trained all the same, and measured.
+            logger.info(f"oomproof: no plan could be made ({type(error).__name__}: {error})")
+            return None
 
     def _for_training(self, workload: Workload, limit: int, caution: float) -> Plan:
         """As `make`, where a plan that is not kept costs a failed step and nothing else.

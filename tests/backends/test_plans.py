@@ -243,6 +243,12 @@ def test_a_precision_that_changes_the_loss_is_not_taken(asked, monkeypatch, capl
     assert "would be 1.2 and not 1" in caplog.text
 
 
+def test_a_model_that_cannot_be_traced_is_trained_without_a_plan(asked, monkeypatch):
+    planner, arguments, memory = asked
+    monkeypatch.setattr(Planner, "_all_ways", lambda *_: {}["something unforeseen"])
+    assert planner.propose((arguments["x"], arguments["y"]), memory.describe(), MIB, 1.0) is None
+
+
 def test_the_loss_is_compared_on_real_samples(asked):
     planner, arguments, _ = asked
     before, after = planner._losses((arguments["x"], arguments["y"]), "mixed_bfloat16")

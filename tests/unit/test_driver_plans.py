@@ -150,6 +150,13 @@ def test_a_given_plan_is_followed_and_no_other_made():
     assert events(driver) == []
 
 
+def test_a_plan_may_be_to_apply_updates_in_place():
+    driver = driver_with(Proposals(planned(micro_batch_size=64, lean_commit=True)), 1000, slope=10, update=2400)
+    driver.run("train", BATCH)
+    assert driver.memory.failures == 0
+    assert driver.plan.lean_commit
+
+
 def test_that_nothing_fits_is_said_before_the_first_step():
     driver = driver_with(Proposals(CannotFitError("needs more")), 1000, slope=10)
     with pytest.raises(CannotFitError, match="needs more"):
