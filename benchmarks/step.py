@@ -2,6 +2,7 @@
 
     python benchmarks/step.py                  CPU, TensorFlow's limited allocator so that peaks can be read
     KERAS_BACKEND=jax python benchmarks/step.py --device gpu --parts whole-conv,pieces-conv,pieces-transformer
+    KERAS_BACKEND=jax python benchmarks/step.py --device gpu --parts recompute-transformer,recompute-residual --name …
 
 Plain and guarded steps alternate, so that whatever else the machine does falls on both alike. Writes
 benchmarks/results/step-DEVICE-BACKEND.json after each part, so that a run that is cut short leaves what it has.
@@ -21,6 +22,7 @@ parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--jit", choices=["auto", "yes", "no"], default="auto", help="jit_compile; auto is Keras's choice")
 parser.add_argument("--parts", default="whole-conv,pieces-conv")
 parser.add_argument("--pieces", default="1,4,16")
+parser.add_argument("--shares", default="0.6,0.4,0.25", help="of the plain peak, for parts that recompute")
 parser.add_argument("--name", default=None, help="name of the result; step-DEVICE-BACKEND otherwise")
 arguments = parser.parse_args()
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -74,21 +76,35 @@ def transformer(depth: int, width: int, steps: int, batch: int, words: int = 100
     return make, rng.integers(0, words, (batch, steps)), rng.integers(0, words, (batch, steps))
 
 
+def residual(size: int, batch: int) -> Workload:
+    def make() -> Any:
+        return keras.applications.ResNet50(
+            weights=None, input_shape=(size, size, 3), classes=10, classifier_activation=None
+        )
+
+    rng = np.random.default_rng(0)
+    return make, rng.normal(size=(batch, size, size, 3)).astype("float32"), rng.integers(0, 10, batch)
+
+
 def workload(name: str) -> Workload:
+    if name == "residual":
+        return residual(32, 16) if arguments.device == "cpu" else residual(224, 128)
     if arguments.device == "cpu":
         return conv(32, 4, 32, 64) if name == "conv" else transformer(2, 64, 64, 16)
     # About as large as the nets of the first measurements: 9.9 GB and 14.9 GB of activations with XLA.
     return conv(64, 6, 96, 512) if name == "conv" else transformer(6, 512, 512, 64)
 
 
-def stepper(work: Workload, guarded: bool, pieces: int = 1) -> Stepper:
+def stepper(work: Workload, guarded: bool, pieces: int = 1, plan: oomproof.Plan | None = None) -> Stepper:
     make, x, y = work
     keras.utils.set_random_seed(0)
     model = make()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("adam", loss, metrics=["accuracy"], jit_compile=JIT)
     if guarded:
-        oomproof.guard(model, micro_batch_size="auto" if pieces == 1 else -(-len(x) // pieces))
+        # Where none is given an empty one: a step as it is, and no time spent on planning it.
+        micro = "auto" if pieces == 1 else -(-len(x) // pieces)
+        oomproof.guard(model, micro_batch_size=micro, plan=plan or oomproof.Plan())
     found = stepper_class()(model, x, y, arguments.device)
     print(f"first step: {found.first_step_seconds:.1f} s (guarded={guarded}, pieces={pieces})", flush=True)
     return found
@@ -159,14 +175,54 @@ def in_pieces(name: str, counts: list[int]) -> dict[str, Any]:
     return found
 
 
+def recomputing(name: str, shares: list[float]) -> dict[str, Any]:
+    """Plain Keras beside plans that may only recompute, for parts of what the plain step is estimated to take."""
+    work = workload(name)
+    batch = len(work[1])
+    plain = stepper(work, guarded=False)
+    whole = plain.peak()
+    estimated = oomproof.estimate(plain.model, batch, memory="1024GiB", engine="trace").expected
+    rows: list[dict[str, Any]] = []
+    for share in shares:
+        row: dict[str, Any] = {"share": share}
+        rows.append(row)
+        try:
+            plan = oomproof.plan(plain.model, batch, budget=int(estimated * share), allow={"recompute"}, cache=False)
+        except oomproof.CannotFitError as error:
+            row["cannot_fit"] = str(error).splitlines()[0]
+            continue
+        other = stepper(work, guarded=True, plan=plan)
+        for _ in range(3):
+            plain.step(), other.step()
+        pairs = [(plain.step(), other.step()) for _ in range(max(10, arguments.steps // 3))]
+        row |= {
+            "recomputed": plan.recomputed,
+            "segments": plan.segments,
+            "recompute": plan.recompute,
+            "predicted_time": plan.relative_time,
+            "predicted_peak_over_plain": (plan.predicted or 0) / estimated,
+            "peak": other.peak(),
+            "times_less_memory": whole / max(1, other.peak()),
+            "ms": statistics.median(o for _, o in pairs) * 1e3,
+            "time_vs_plain": statistics.median(o for _, o in pairs) / statistics.median(p for p, _ in pairs),
+            "first_step_seconds": other.first_step_seconds,
+        }
+        print("   ", row, flush=True)
+        other.close()
+    return {"workload": name, "batch": batch, "plain_peak": whole, "estimated": estimated, "rows": rows}
+
+
 def main() -> None:
     backend = keras.backend.backend()
     result: dict[str, Any] = {"backend": backend, "peak_is": stepper_class().peak_is, "whole": [], "pieces": []}
+    result["recompute"] = []
     for part in arguments.parts.split(","):
         what, name = part.split("-")
         if what == "whole":
             result["whole"].append(side_by_side(name))
             print(result["whole"][-1], flush=True)
+        elif what == "recompute":
+            result["recompute"].append(recomputing(name, [float(share) for share in arguments.shares.split(",")]))
         else:
             result["pieces"].append(in_pieces(name, [int(count) for count in arguments.pieces.split(",")]))
         write_result(arguments.name or f"step-{arguments.device}-{backend}", result)

@@ -153,6 +153,8 @@ class Planner:
         self._micro = micro_batch_size
         self._cache = cache
         self._ways: tuple[Workload, list[planning.Way]] | None = None
+        self._keys: dict[Plan, str] = {}
+        self._first: Plan | None = None
 
     def make(self, workload: Workload, limit: int, caution: float = 1.0) -> Plan:
         """The plan for a step within `limit` bytes.
@@ -164,6 +166,7 @@ class Planner:
         """
         key = plan_cache.key(self._backend, self._model, workload, limit, sorted(self._levers), self._micro, caution)
         if self._cache and (known := plan_cache.recall(key)) is not None:
+            self._keys[known] = key
             return known
         if self._ways is None or self._ways[0] != workload:
             self._ways = workload, list(self._all_ways(workload))
@@ -182,6 +185,7 @@ class Planner:
             # Perhaps it is the new values of weights and optimizer that have no room beside the old ones.
             lean = [dataclasses.replace(way, commit=0) for way in self._ways[1]]
             found = dataclasses.replace(planning.make(request, lean), lean_commit=True)
+        self._keys[found] = key
         if self._cache:
             plan_cache.remember(key, found)
         return found
@@ -192,6 +196,8 @@ class Planner:
         Raises:
             CannotFitError: When not even a hopeful look finds a way.
         """
+        # In steps of a percent: a second run, with a few bytes more or less in use, finds the plan of the first.
+        limit -= limit % (1 << max(0, limit.bit_length() - 7))
         x, y, _ = unpack(data)
         gpu = devices.local() if not device.name.upper().startswith("CPU") else None
         target = Target(gpu is not None, gpu.capability if gpu is not None else (8, 0))
@@ -201,13 +207,20 @@ class Planner:
             )
             if caution <= 1 and self._is_plenty(workload, limit):
                 return None
-            return self._for_training(workload, limit, caution)
+            found = self._for_training(workload, limit, caution)
+            self._first = self._first or found
+            return found
         except CannotFitError:
             raise
         except Exception as error:
             # Whatever it is that cannot be traced is trained all the same, and measured.
             logger.info(f"oomproof: no plan could be made ({type(error).__name__}: {error})")
             return None
+
+    def learned(self, plan: Plan) -> None:
+        """Remembers what training ended with in the place of a plan that its first step did not keep."""
+        if self._cache and self._first is not None:
+            plan_cache.remember(self._keys[self._first], plan)
 
     def _for_training(self, workload: Workload, limit: int, caution: float) -> Plan:
         """As `make`, where a plan that is not kept costs a failed step and nothing else.

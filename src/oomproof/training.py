@@ -233,6 +233,8 @@ class _Guard:
             self._depth -= 1
         if name == "fit" and result is not None:
             result.run = self._record(driver)
+            if any(event.kind == "oom" and event.phase == "train" and not event.step for event in result.run.events):
+                self._planner.learned(result.run.plan)
         return result
 
     def _ready(self) -> Driver:

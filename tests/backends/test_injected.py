@@ -371,7 +371,7 @@ def test_the_same_lines_and_the_same_record(caplog):
     assert (device["name"], device["limit"]) == ("CPU:0", None)
     assert found == {
         "budget": None,
-        "plan": {"micro_batch_size": 4, "lean_commit": False, "caveats": ()},
+        "plan": oomproof.Plan(micro_batch_size=4).to_json(),
         "steps": {"train": 3, "test": 0, "predict": 0},
         "peak": None,
     }

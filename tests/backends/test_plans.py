@@ -249,6 +249,20 @@ def test_a_model_that_cannot_be_traced_is_trained_without_a_plan(asked, monkeypa
     assert planner.propose((arguments["x"], arguments["y"]), memory.describe(), MIB, 1.0) is None
 
 
+def test_what_training_ended_with_takes_the_place_of_a_plan_that_was_not_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("OOMPROOF_CACHE_DIR", str(tmp_path))
+    device, limit = FakeMemory(None).describe(), int(peak() * 0.5)
+
+    def planner():
+        return Planner(backends.current(), a_model(), frozenset({"microbatch", "recompute"}))
+
+    first = planner()
+    assert first.propose(data(256), device, limit, 1.0).micro_batch_size != 7
+    first.learned(oomproof.Plan(micro_batch_size=7))
+    # A few bytes more in use than in the first run.
+    assert planner().propose(data(256), device, limit - 16, 1.0) == oomproof.Plan(micro_batch_size=7)
+
+
 def test_the_loss_is_compared_on_real_samples(asked):
     planner, arguments, _ = asked
     before, after = planner._losses((arguments["x"], arguments["y"]), "mixed_bfloat16")
