@@ -70,11 +70,23 @@ class TensorFlowEngine:
                     tape.watch(source)
                 targets = function(*again)
             found: list[Any] = tape.gradient([targets[index] for index in floating], sources, output_gradients=slopes)
-            return found
+            return self._weights_first(found[: len(wanted)], found[len(wanted) :])
 
         sources = [*(tensors[index] for index in wanted), *(v.handle for v in wanted_variables)]
         record.record_operation("Recomputed", [results[index] for index in floating], sources, backward)
         return results
+
+    def _weights_first(self, slopes: list[Any], gradients: list[Any]) -> list[Any]:
+        """What a stretch hands on, not before the gradients of its weights are there.
+
+        They need what was computed again. Whenever they are late, one stretch after the other would be computed again
+        while all of that is held.
+        """
+        if not (tf.executing_eagerly() or self.static):
+            done = [part for part in tf.nest.flatten(gradients, expand_composites=True) if part is not None]
+            with tf.control_dependencies(done):
+                slopes = [tf.identity(slope) if isinstance(slope, tf.Tensor) else slope for slope in slopes]
+        return [*slopes, *gradients]
 
     @contextlib.contextmanager
     def _not_before(self, slopes: Sequence[Any], tensors: Sequence[Any]) -> Iterator[list[Any]]:
