@@ -88,7 +88,8 @@ class Driver:
             micro_batch_size=micro,
             recompute=self.step.recompute,
             lean_commit=self._lean,
-            caveats=self._caveats or (),
+            # What was found by looking, or else by the plan: there may have been no memory to look.
+            caveats=(self._caveats or made.caveats) if micro is not None else (),
         )
 
     # One batch
@@ -414,7 +415,7 @@ class Driver:
         """
         if self.settings.start is not None or self._plans > _REPLANS:
             return None
-        if self._planned is not None and not self._caveats_of(batch):
+        if self._planned is not None and self._caveats_of(batch) == ():
             return None
         return self._plan_ahead(batch, caution=_CAUTION**self._plans)
 

@@ -179,11 +179,14 @@ class Planner:
             caveats=statistics_caveat(self._model),
             micro_batch_size=self._micro,
         )
+        # Perhaps it is the new values of weights and optimizer that have no room beside the old ones. What these take
+        # is known and not estimated.
+        lean = [dataclasses.replace(way, commit=0) for way in self._ways[1]]
         try:
+            if 2 * _resident(self._model) > limit:
+                raise CannotFitError
             found = planning.make(request, self._ways[1])
         except CannotFitError:
-            # Perhaps it is the new values of weights and optimizer that have no room beside the old ones.
-            lean = [dataclasses.replace(way, commit=0) for way in self._ways[1]]
             found = dataclasses.replace(planning.make(request, lean), lean_commit=True)
         self._keys[found] = key
         if self._cache:

@@ -150,6 +150,15 @@ def test_a_given_plan_is_followed_and_no_other_made():
     assert events(driver) == []
 
 
+def test_what_a_plan_is_not_exact_in_is_on_record_where_there_was_no_memory_to_look():
+    proposals = Proposals(planned(recompute=("a",)), planned(micro_batch_size=64, caveats=INEXACT))
+    driver = driver_with(proposals, 1000, slope=10, inexact=INEXACT)
+    driver.step.caveats = lambda data: driver.memory.take(10**6, "step")
+    driver.run("train", BATCH)
+    assert driver.step.done[0][2] > 1
+    assert driver.plan.caveats == INEXACT
+
+
 def test_a_plan_may_be_to_apply_updates_in_place():
     driver = driver_with(Proposals(planned(micro_batch_size=64, lean_commit=True)), 1000, slope=10, update=2400)
     driver.run("train", BATCH)
