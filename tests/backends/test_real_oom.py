@@ -197,9 +197,12 @@ def test_out_of_memory_on_the_first_step(answers):
 def test_memory_that_is_seen_to_be_scarce_costs_no_failure_where_it_can_be_seen(answers):
     events = answers("ballast seen")["run"]["events"]
     assert (events[0]["epoch"], events[0]["step"]) == (0, 2)
-    assert events[0]["kind"] == ("shrink" if MEASURED else "oom")
+    # A look at what fits may fail, and then leaves sizes as they are; no step does.
+    resized = [event for event in events if event["after"] is not None]
+    assert resized[0]["kind"] == ("shrink" if MEASURED else "oom")
     if MEASURED:
         assert answers("ballast seen")["ooms"] <= 1
+        assert "oom" not in {event["kind"] for event in resized}
         assert (events[-1]["kind"], events[-1]["after"]) == ("grow", BATCH)
         assert events[-1]["epoch"] >= 2
 
