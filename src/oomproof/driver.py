@@ -229,7 +229,7 @@ class Driver:
         if batch.phase == "train" and not self._plans:
             plan = self._plan_ahead(batch)
             if plan is not None and plan is not self.settings.start:
-                self._note_plan(batch, "plan", plan, self._free())
+                self._note_plan(batch, "plan", plan, batch.size, self._free())
         if self._pieces(batch) > 1:
             self._check_splittable(batch)
         if not self._measurable:
@@ -282,7 +282,9 @@ class Driver:
         self._planned = plan
         return plan
 
-    def _note_plan(self, batch: Batch, kind: EventKind, plan: Plan, free: int | None, seconds: float = 0.0) -> None:
+    def _note_plan(
+        self, batch: Batch, kind: EventKind, plan: Plan, before: int, free: int | None, seconds: float = 0.0
+    ) -> None:
         message = plan.sentence if kind == "plan" else f"ran out of memory, so now {plan.sentence}; nothing lost"
         after = largest_piece(batch.size, self._pieces(batch))
         self.journal.note(
@@ -290,7 +292,7 @@ class Driver:
             batch.phase,
             batch.size,
             message,
-            before=batch.size,
+            before=before,
             after=after,
             needed=plan.predicted,
             free=free,
@@ -390,7 +392,7 @@ class Driver:
             sizing.evidence = sizing.evidence.with_need(volume, shortage.needed)
         sizing.evidence = sizing.evidence.with_failure(volume, free)
         if batch.phase == "train" and (plan := self._plan_again(batch)) is not None:
-            self._note_plan(batch, "oom", plan, free, seconds)
+            self._note_plan(batch, "oom", plan, largest_piece(batch.size, pieces), free, seconds)
             return
         smaller = None
         if volume > batch.unit and self.step.splittable(batch.data):

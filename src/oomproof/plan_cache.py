@@ -76,11 +76,11 @@ def _description(model: Any) -> Any:
     try:
         config = model.get_config()
     except NotImplementedError:
-        config = None
+        config = None  # How Keras says that a model with code of its own has no configuration.
     try:
         code = None if type(model).__module__.startswith("keras.") else inspect.getsource(type(model))
     except (OSError, TypeError):
-        code = None
+        code = None  # Typed in by hand, or built by C: then layers and weights have to tell models apart.
     return [weights, policies, str(config), code, tree.map_structure(_name, model.loss), bool(model.run_eagerly)]
 
 

@@ -91,6 +91,11 @@ class Plan:
     alternatives: tuple[Alternative, ...] = ()
 
     @property
+    def changes_model(self) -> bool:
+        """Whether it changes the model, and not just how its batches are run."""
+        return self.precision is not None or self.jit_compile is not None
+
+    @property
     def sentence(self) -> str:
         """All of it in a line: what is done, and what it was predicted to take."""
         parts = [self._cut()]

@@ -176,6 +176,9 @@ class _Guard:
 
     def detach(self) -> None:
         self._backend.uninstall(self._model)
+        if self._settings.start is not None and self._settings.start.changes_model:
+            # The step was made for the model as it was changed.
+            self._driver = None
         self._changes.close()
         for name in (*_WRAPPED, _GUARD):
             vars(self._model).pop(name, None)
@@ -206,8 +209,8 @@ class _Guard:
         bound = inspect.signature(method).bind(*args, **kwargs)
         self._check_batch_size(name, bound.arguments)
         verbose = self._verbose if self._verbose != "auto" else bound.arguments.get("verbose", "auto")
-        if name == "fit" and self._driver is None:
-            self._change_model(bound.arguments)
+        if name == "fit" and self._settings.start is None and self._planner.changes_models:
+            self._plan_changes(bound.arguments)
         driver = self._ready()
         driver.begin(silent=verbose == 0, may_grow=not name.endswith("on_batch"))
         self._depth += 1
@@ -241,6 +244,7 @@ class _Guard:
         """The driver, made anew after `compile` and `quantize`, with our functions where Keras looks for its own."""
         self._backend.check_model(self._model)
         if self._driver is None:
+            self._follow(self._settings.start)
             self._driver = Driver(self._backend.step(self._model), self._backend.memory(), self._settings)
         left_out = set(_PHASES) - set(self._backend.install(self._model, self._driver.run, self._driver.settle))
         for phase in sorted(left_out - self._told):
@@ -248,20 +252,21 @@ class _Guard:
         self._told |= left_out
         return self._driver
 
-    def _change_model(self, arguments: dict[str, Any]) -> None:
-        """Precision and compilation are the model's own, so they are changed before Keras begins, until `unguard`."""
-        plan = self._settings.start
-        if plan is None and self._planner.changes_models:
-            plan = self._planner.propose_for(arguments, self._backend.memory(), self._settings.budget)
-            if plan is not None and (plan.precision or plan.jit_compile is not None):
-                logger.warning(f"oomproof: {plan.sentence}")
-                self._settings = dataclasses.replace(self._settings, start=plan)
-        if plan is None:
-            return
-        if plan.precision is not None:
+    def _follow(self, plan: Plan | None) -> None:
+        """Changes the model as a plan says, until `unguard` or another `compile`."""
+        self._changes.close()
+        if plan is not None and plan.precision is not None:
             self._changes.enter_context(trained_in(self._model, plan.precision))
-        if plan.jit_compile is not None:
+        if plan is not None and plan.jit_compile is not None:
             self._changes.enter_context(compiled(self._model, plan.jit_compile))
+
+    def _plan_changes(self, arguments: dict[str, Any]) -> None:
+        """Precision and compilation are the model's own, so they are decided before Keras begins."""
+        plan = self._planner.propose_for(arguments, self._backend.memory(), self._settings.budget)
+        if plan is not None and plan.changes_model:
+            logger.warning(f"oomproof: {plan.sentence}")
+            self._settings = dataclasses.replace(self._settings, start=plan)
+            self._driver = None
 
     def _record(self, driver: Driver) -> Run:
         return driver.record(self._backend.name, self._backend.versions())

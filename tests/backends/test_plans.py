@@ -199,6 +199,21 @@ def test_a_precision_lasts_as_long_as_the_guard():
     model.fit(x, y, batch_size=32, verbose=0)
 
 
+def test_a_precision_is_there_for_whatever_is_called_first():
+    x, y = data()
+    model = a_model()
+    oomproof.guard(model, plan=oomproof.Plan(precision="mixed_bfloat16"))
+    model.evaluate(x, y, verbose=0)
+    assert model.layers[1].compute_dtype == "bfloat16"
+    # Another guard for one call, and back.
+    oomproof.fit(model, x, y, verbose=0)
+    assert model.layers[1].compute_dtype == "float32"
+    model.fit(x, y, verbose=0)
+    assert model.layers[1].compute_dtype == "bfloat16"
+    oomproof.unguard(model)
+    assert model.layers[1].compute_dtype == "float32"
+
+
 def test_float16_comes_with_a_scaled_loss():
     x, y = data()
     model = a_model()
@@ -261,6 +276,13 @@ def test_what_training_ended_with_takes_the_place_of_a_plan_that_was_not_kept(mo
     first.learned(oomproof.Plan(micro_batch_size=7))
     # A few bytes more in use than in the first run.
     assert planner().propose(data(256), device, limit - 16, 1.0) == oomproof.Plan(micro_batch_size=7)
+
+
+def test_nobody_is_refused_on_the_word_of_an_estimate(asked, caplog):
+    planner, arguments, memory = asked
+    assert planner.propose((arguments["x"], arguments["y"]), memory.describe(), MIB // 4, 1.0) is None
+    assert "by its estimate this will not fit" in caplog.text
+    assert "256 KiB" in caplog.text
 
 
 def test_the_loss_is_compared_on_real_samples(asked):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
 from oomproof.backends.fake import FakeMemory, FakeStep
 from oomproof.batches import Settings
 from oomproof.driver import Driver
-from oomproof.errors import CannotFitError
 from oomproof.records import Plan
 
 BATCH = list(range(256))
@@ -35,10 +32,7 @@ class Proposals:
 
     def __call__(self, data, device, limit, caution):
         self.asked.append((len(data), device.name, limit, round(caution, 3)))
-        plan = self.plans.pop(0) if self.plans else None
-        if isinstance(plan, Exception):
-            raise plan
-        return plan
+        return self.plans.pop(0) if self.plans else None
 
 
 def driver_with(proposals, limit, *, resident=0, settings=None, **step):
@@ -100,7 +94,7 @@ def test_a_plan_that_is_not_kept_is_answered_with_more_recomputation_where_cutti
     driver.run("train", BATCH)
     assert driver.step.done == [("train", BATCH, 1)]
     assert driver.step.recompute == ("a", "b")
-    assert [kind for kind, *_ in events(driver)] == ["plan", "oom"]
+    assert events(driver) == [("plan", 256, 256), ("oom", 256, 256)]
     assert [caution for *_, caution in proposals.asked] == [1.0, 1.2]
     assert driver.plan.caveats == ()
 
@@ -164,13 +158,6 @@ def test_a_plan_may_be_to_apply_updates_in_place():
     driver.run("train", BATCH)
     assert driver.memory.failures == 0
     assert driver.plan.lean_commit
-
-
-def test_that_nothing_fits_is_said_before_the_first_step():
-    driver = driver_with(Proposals(CannotFitError("needs more")), 1000, slope=10)
-    with pytest.raises(CannotFitError, match="needs more"):
-        driver.run("train", BATCH)
-    assert driver.memory.failures == 0
 
 
 def test_within_a_budget_the_plan_says_what_to_recompute_and_measuring_how_much_at_a_time():
