@@ -32,6 +32,11 @@ def _conv(x: Any, width: int, norm: Callable[[], Any], stride: int = 1, size: in
     return layers.Activation("relu")(norm()(layers.Conv2D(width, size, stride, padding="same", use_bias=False)(x)))
 
 
+def _classes_of(name: str, inputs: Any, x: Any, batch: int, data: list[tuple[tuple[int, ...], str, int]]) -> Case:
+    """An image classifier: features, averaged, and ten classes."""
+    return Case(_compiled(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)), name), batch, data, 10)
+
+
 def plain_cnn(large: bool) -> Case:
     inputs, data = _image(64 if large else 24)
     x = inputs
@@ -39,8 +44,7 @@ def plain_cnn(large: bool) -> Case:
         for _ in range(3):
             x = _conv(x, (64 if large else 12) << stage, layers.LayerNormalization)
         x = layers.MaxPooling2D()(x)
-    outputs = layers.Dense(10)(layers.GlobalAveragePooling2D()(x))
-    return Case(_compiled(inputs, outputs, "plain_cnn"), 256 if large else 128, data, 10)
+    return _classes_of("plain_cnn", inputs, x, 256 if large else 128, data)
 
 
 def residual_batchnorm(large: bool) -> Case:
@@ -54,8 +58,7 @@ def residual_batchnorm(large: bool) -> Case:
             y = layers.BatchNormalization()(layers.Conv2D(width, 3, padding="same")(y))
             short = x if stride == 1 and x.shape[-1] == width else layers.Conv2D(width, 1, stride)(x)
             x = layers.Activation("relu")(layers.Add()([short, y]))
-    outputs = layers.Dense(10)(layers.GlobalAveragePooling2D()(x))
-    return Case(_compiled(inputs, outputs, "residual_batchnorm"), 256 if large else 128, data, 10)
+    return _classes_of("residual_batchnorm", inputs, x, 256 if large else 128, data)
 
 
 def depthwise(large: bool) -> Case:
@@ -66,8 +69,7 @@ def depthwise(large: bool) -> Case:
         y = layers.Conv2D(4 * x.shape[-1], 1, activation="swish")(x)
         y = layers.BatchNormalization()(layers.DepthwiseConv2D(3, padding="same")(y))
         x = layers.Conv2D(width, 1)(layers.Activation("swish")(y))
-    outputs = layers.Dense(10)(layers.GlobalAveragePooling2D()(x))
-    return Case(_compiled(inputs, outputs, "depthwise"), 256 if large else 128, data, 10)
+    return _classes_of("depthwise", inputs, x, 256 if large else 128, data)
 
 
 def unet(large: bool) -> Case:
@@ -81,8 +83,7 @@ def unet(large: bool) -> Case:
     for depth in (2, 1, 0):
         x = layers.Concatenate()([layers.Conv2DTranspose(width << depth, 2, 2)(x), skips[depth]])
         x = _conv(_conv(x, width << depth, layers.BatchNormalization), width << depth, layers.BatchNormalization)
-    outputs = layers.Dense(4)(layers.GlobalAveragePooling2D()(x))
-    return Case(_compiled(inputs, outputs, "unet"), 32 if large else 64, data, 4)
+    return _classes_of("unet", inputs, x, 32 if large else 64, data)
 
 
 def inception(large: bool) -> Case:
@@ -93,8 +94,7 @@ def inception(large: bool) -> Case:
         branches = [_conv(x, width, layers.LayerNormalization, size=size) for size in (1, 3, 5)]
         x = layers.Concatenate()([*branches, layers.MaxPooling2D(3, 1, padding="same")(x)])
         x = layers.Conv2D(64 if large else 16, 1)(x)
-    outputs = layers.Dense(10)(layers.GlobalAveragePooling2D()(x))
-    return Case(_compiled(inputs, outputs, "inception"), 256 if large else 128, data, 10)
+    return _classes_of("inception", inputs, x, 256 if large else 128, data)
 
 
 def _block(x: Any, heads: int, causal: bool = False) -> Any:

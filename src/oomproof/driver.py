@@ -15,6 +15,7 @@ from typing import Any
 from oomproof import refusals
 from oomproof.backends.base import DeviceMemory, Flight, Shortage, Step
 from oomproof.batches import Batch, Settings, Sizing
+from oomproof.gauge import Gauge
 from oomproof.journal import Journal, reason
 from oomproof.records import EventKind, Phase, Plan, Run
 from oomproof.step import recover
@@ -42,22 +43,16 @@ class Driver:
         self.settings = settings
         self.journal = Journal()
         self.last_error: Exception | None = None
-        self._device = memory.describe()
-        self._limit = settings.budget if settings.budget is not None else self._device.limit
-        self._measurable = self._device.measurable and self._limit is not None
-        self._headroom = recover.HEADROOM if settings.budget is None else recover.BUDGET_HEADROOM
+        self._gauge = Gauge(memory, settings.budget)
         self._sizing: dict[Phase, Sizing] = {"train": Sizing(), "test": Sizing(), "predict": Sizing()}
         self._prepared: set[Phase] = set()
         self._lean = settings.start is not None and settings.start.lean_commit
         self._caveats: tuple[str, ...] | None = None
         self._unit = 1
-        self._resting = 0
         self._unrepeated: BaseException | None = None
         self._planned: Plan | None = None
         # How often a plan was asked for. It is made before the first step, and again when it was not kept.
         self._plans = 0
-        if settings.budget is not None and not self._device.measurable:
-            raise refusals.budget_cannot_be_held(settings.budget, self._device, memory.advice)
 
     # A run, from the begin of fit, evaluate or predict to its end
 
@@ -74,7 +69,7 @@ class Driver:
             sizing.may_grow = True
 
     def record(self, backend: str, versions: dict[str, str]) -> Run:
-        return self.journal.record(backend, versions, self._device, self.settings.budget, self.plan)
+        return self.journal.record(backend, versions, self._gauge.device, self.settings.budget, self.plan)
 
     @property
     def plan(self) -> Plan:
@@ -156,7 +151,9 @@ class Driver:
                 raise
         if shortage is not None:
             self.memory.release()
-            raise refusals.model_does_not_fit(self._device, self.step.resident(), shortage.text) from shortage.error
+            raise refusals.model_does_not_fit(
+                self._gauge.device, self.step.resident(), shortage.text
+            ) from shortage.error
         self._prepared.add(phase)
 
     def _micro(self, phase: Phase, unit: int) -> int | None:
@@ -180,8 +177,8 @@ class Driver:
         sizing, volume = self._sizing[batch.phase], batch.volume(pieces)
         # A whole batch that is known to fit is not measured again: it then costs what Keras's own step costs.
         watched = pieces > 1 or self.settings.budget is not None or not sizing.evidence.measured(volume)
-        measured = self._measurable and watched
-        before = self._start_measuring() if measured else 0
+        measured = self._gauge.measurable and watched
+        before = self._gauge.begin() if measured else 0
         began = time.perf_counter()
         try:
             if batch.phase == "train":
@@ -200,28 +197,20 @@ class Driver:
             self._watch_for_stalls(batch, pieces, peak, time.perf_counter() - began)
         return result, None
 
-    def _start_measuring(self) -> int:
-        self.memory.reset_peak()
-        use = self.memory.usage()
-        assert use is not None
-        return use.current
-
     def _measure(self, phase: Phase, volume: int, before: int) -> int:
-        use = self.memory.usage()
-        assert use is not None
-        self._resting = use.current
-        self.journal.saw_peak(use.peak)
+        peak = self._gauge.end()
+        self.journal.saw_peak(peak)
         sizing = self._sizing[phase]
-        sizing.evidence = sizing.evidence.with_need(volume, max(use.peak - before, 0))
-        return use.peak
+        sizing.evidence = sizing.evidence.with_need(volume, max(peak - before, 0))
+        return peak
 
     def _watch_for_stalls(self, batch: Batch, pieces: int, peak: int, seconds: float) -> None:
         sizing, volume = self._sizing[batch.phase], batch.volume(pieces)
         quickest = sizing.quickest.get((pieces, volume), seconds)
         sizing.quickest[pieces, volume] = min(quickest, seconds)
-        assert self._limit is not None
-        if peak > 0.9 * self._limit and seconds > quickest + _STALL_SECONDS and volume > batch.unit:
-            self._resize(batch, "shrink", int(volume * 0.9), needed=peak, free=self._free())
+        assert self._gauge.limit is not None
+        if peak > 0.9 * self._gauge.limit and seconds > quickest + _STALL_SECONDS and volume > batch.unit:
+            self._resize(batch, "shrink", int(volume * 0.9), needed=peak, free=self._gauge.free())
 
     # Before a batch: start below the budget, shrink ahead of a failure, grow once an epoch
 
@@ -229,10 +218,10 @@ class Driver:
         if batch.phase == "train" and not self._plans:
             plan = self._plan_ahead(batch)
             if plan is not None and plan is not self.settings.start:
-                self._note_plan(batch, "plan", plan, batch.size, self._free())
+                self._note_plan(batch, "plan", plan, batch.size, self._gauge.free())
         if self._pieces(batch) > 1:
             self._check_splittable(batch)
-        if not self._measurable:
+        if not self._gauge.measurable:
             return
         sizing = self._sizing[batch.phase]
         if not sizing.evidence.needs:
@@ -245,13 +234,13 @@ class Driver:
         volume = batch.volume(self._pieces(batch))
         # A mere bound will do for a budget. Without one, cutting a batch that would have fit is the greater harm.
         strict = self.settings.budget is not None
-        need, free = sizing.evidence.predict(volume, bound=strict), self._free()
+        need, free = sizing.evidence.predict(volume, bound=strict), self._gauge.free()
         # Without a budget a few percent are risked: a needless split costs time in every step, a failure once.
         if need is None or need <= free * (1.0 if strict else 1.05) or volume <= batch.unit:
             return
         if self.step.splittable(batch.data) and (strict or not self._caveats_of(batch)):
             self._probe(batch, volume)
-            smaller = recover.smaller(sizing.evidence, volume, free, self._headroom)
+            smaller = recover.smaller(sizing.evidence, volume, free, self._gauge.headroom)
             if smaller is not None:
                 self._resize(batch, "shrink", smaller, needed=need, free=free)
 
@@ -259,11 +248,14 @@ class Driver:
         """Looks for a way to run this batch before it is run, and takes it; `None` where that changes nothing."""
         self._plans += 1
         plan, propose = self.settings.start, self.settings.propose
-        if plan is None and propose is not None and self._measurable:
+        if plan is None and propose is not None and self._gauge.measurable:
             resident = self.step.resident()
             # The model is on the device already, so what is in use counts less its own share.
             plan = propose(
-                batch.data, self._device, self._free() + resident["weights"] + resident["optimizer"], caution
+                batch.data,
+                self._gauge.device,
+                self._gauge.free() + resident["weights"] + resident["optimizer"],
+                caution,
             )
         if plan is None:
             return None
@@ -299,17 +291,11 @@ class Driver:
             seconds=seconds,
         )
 
-    def _free(self) -> int:
-        use = self.memory.usage()
-        assert use is not None
-        assert self._limit is not None
-        return max(self._limit - use.current, 0)
-
     def _grow(self, batch: Batch) -> None:
-        sizing, free = self._sizing[batch.phase], self._free()
+        sizing, free = self._sizing[batch.phase], self._gauge.free()
         if sizing.volume is None or sizing.volume >= batch.size * batch.unit:
             return
-        larger = recover.larger(sizing.evidence, sizing.volume, free, batch.size * batch.unit, self._headroom)
+        larger = recover.larger(sizing.evidence, sizing.volume, free, batch.size * batch.unit, self._gauge.headroom)
         if larger is not None:
             self._resize(batch, "grow", larger, free=free)
 
@@ -324,19 +310,18 @@ class Driver:
         if not self.step.splittable(batch.data):
             return
         self._probe(batch, batch.size * batch.unit)
-        evidence, free = self._sizing[batch.phase].evidence, self._free()
-        volume = evidence.largest(free, batch.size * batch.unit, self._headroom)
+        evidence, free = self._sizing[batch.phase].evidence, self._gauge.free()
+        volume = evidence.largest(free, batch.size * batch.unit, self._gauge.headroom)
         if volume is None or volume < batch.unit:
-            need, use = evidence.predict(batch.unit) or 0, self.memory.usage()
-            taken = use.current if use is not None else budget - free
-            enough = (need / self._headroom + taken) * 1.05
+            need, taken = evidence.predict(batch.unit) or 0, self._gauge.taken()
+            enough = (need / self._gauge.headroom + taken) * 1.05
             raise refusals.one_sample_over_budget(budget, need, taken, resident, enough)
         if volume < batch.volume(self._pieces(batch)):
             whole = evidence.predict(batch.size * batch.unit)
             self._resize(batch, "plan", volume, needed=whole, free=free)
         # The update makes new values of weights and optimizer beside the old ones, from gradients.
         update = resident["weights"] + resident["optimizer"] + 2 * resident["gradients"]
-        if batch.phase == "train" and not self._lean and update > free * self._headroom:
+        if batch.phase == "train" and not self._lean and update > free * self._gauge.headroom:
             self._go_lean(batch, "plan", free, 0.0)
 
     def _probe(self, batch: Batch, below: int) -> None:
@@ -354,14 +339,14 @@ class Driver:
         # Below a limit a failed probe costs a wait. Above a budget it would break a promise.
         bold = self.settings.budget is None
         for _ in range(_COMPILED_PROBES if compiled else _PROBES):
-            free = self._free()
+            free = self._gauge.free()
             size = recover.next_probe(
-                sizing.evidence.upto(below // 2), free, below, batch.unit, self._headroom, fixed=fixed, bold=bold
+                sizing.evidence.upto(below // 2), free, below, batch.unit, self._gauge.headroom, fixed=fixed, bold=bold
             )
             if size is None:
                 return
             samples = size // batch.unit
-            before, began, failed = self._start_measuring(), time.perf_counter(), False
+            before, began, failed = self._gauge.begin(), time.perf_counter(), False
             try:
                 self.step.probe(batch.data, samples, batch.phase)
             except Exception as error:
@@ -369,7 +354,7 @@ class Driver:
                     raise
                 failed = True
             if failed:
-                self._release()
+                self._gauge.release()
                 sizing.evidence = sizing.evidence.with_failure(samples * batch.unit, free)
                 message = f"{samples} samples do not fit, tried to see what fits; nothing lost"
                 seconds = time.perf_counter() - began
@@ -380,9 +365,9 @@ class Driver:
     # After a failure
 
     def _recover(self, batch: Batch, pieces: int, shortage: Shortage, seconds: float) -> None:
-        self._release()
+        self._gauge.release()
         sizing, volume = self._sizing[batch.phase], batch.volume(pieces)
-        free = self._free() if self._measurable else None
+        free = self._gauge.free() if self._gauge.measurable else None
         if shortage.where == "commit":
             if self._lean:
                 self._give_up(batch, pieces, shortage, free, seconds)
@@ -396,12 +381,12 @@ class Driver:
             return
         smaller = None
         if volume > batch.unit and self.step.splittable(batch.data):
-            if self._measurable:
+            if self._gauge.measurable:
                 self._probe(batch, volume)
             if sizing.evidence.failed_at(batch.unit):
                 # Not even one sample went through, so halving down to it would only cost waits.
                 self._give_up(batch, batch.size, shortage, free, seconds)
-            smaller = recover.smaller(sizing.evidence, volume, free, self._headroom, least=batch.unit)
+            smaller = recover.smaller(sizing.evidence, volume, free, self._gauge.headroom, least=batch.unit)
         if smaller is not None:
             self._resize(batch, "oom", smaller, needed=_at_least(sizing, volume, free), free=free, seconds=seconds)
         elif batch.phase == "train" and not self._lean and volume <= batch.unit and self.step.equal_pieces_only():
@@ -420,12 +405,6 @@ class Driver:
         if self._planned is not None and self._caveats_of(batch) == ():
             return None
         return self._plan_ahead(batch, caution=_CAUTION**self._plans)
-
-    def _release(self) -> None:
-        # Collecting garbage takes a good part of a second in a large process, so only where it is needed.
-        use = self.memory.usage()
-        if not self._measurable or use is None or use.current > self._resting + 2**20:
-            self.memory.release()
 
     def _go_lean(self, batch: Batch, kind: EventKind, free: int | None, seconds: float) -> None:
         self._lean = True
@@ -502,7 +481,7 @@ class Driver:
         self.last_error = shortage.error
         splittable, resident = self.step.splittable(batch.data), self.step.resident()
         raise refusals.gave_up(
-            what, self._device, free, self._limit, splittable, resident, shortage.text
+            what, self._gauge.device, free, self._gauge.limit, splittable, resident, shortage.text
         ) from shortage.error
 
 

@@ -19,7 +19,7 @@ BELOW_TRAINING = (
     FOUNDATION
     | LEAF_ROOMS
     | PURE_ROOMS
-    | {"devices", "step", "backends", "batches", "driver", "journal", "refusals", "verification", "loops"}
+    | {"devices", "step", "backends", "batches", "driver", "gauge", "journal", "refusals", "verification", "loops"}
     | {"plan_cache", "plans"}
 )
 
@@ -45,7 +45,8 @@ MAY_IMPORT = {
     "refusals": FOUNDATION,
     **{room: FOUNDATION | LEAF_ROOMS | {"devices", "step", "backends"} for room in LEAF_ROOMS},
     "batches": FOUNDATION | {"step", "step.recover"},
-    "driver": FOUNDATION | {"step", "step.recover", "backends", "batches", "journal", "refusals"},
+    "gauge": FOUNDATION | {"step", "step.recover", "backends", "refusals"},
+    "driver": FOUNDATION | {"step", "step.recover", "backends", "batches", "gauge", "journal", "refusals"},
     "plan_cache": FOUNDATION | {"backends"},
     "plans": FOUNDATION | {"devices", "backends", "estimation", "planning", "plan_cache"},
     "verification": BELOW_TRAINING,
