@@ -259,18 +259,19 @@ class Driver:
             )
         if plan is None:
             return None
-        changed = plan.recompute != self.step.recompute
-        self.step.recompute = plan.recompute
-        self._lean |= plan.lean_commit
         sizing = self._sizing["train"]
+        changed = plan.recompute != self.step.recompute
+        if changed:
+            # What was measured, and what failed, is another step.
+            sizing.evidence = recover.Evidence()
+            self.step.recompute = plan.recompute
+        self._lean |= plan.lean_commit
         if plan.micro_batch_size is not None and self.settings.start is None:
             volume = plan.micro_batch_size * batch.unit
             changed |= sizing.volume is None or volume < sizing.volume
             sizing.volume = volume
         if not changed:
             return None
-        # What was measured is the step without these levers.
-        sizing.evidence = dataclasses.replace(sizing.evidence, needs=())
         self._planned = plan
         return plan
 

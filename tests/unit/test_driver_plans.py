@@ -126,11 +126,23 @@ def test_a_plan_that_nobody_thought_necessary_is_made_after_a_failure():
 
 
 def test_it_is_not_asked_for_plans_for_ever():
-    proposals = Proposals()
-    driver = driver_with(proposals, 300, slope=10, inexact=INEXACT)
+    proposals = Proposals(*(planned(recompute=(name,)) for name in "abcdefgh"))  # None of them is enough.
+    driver = driver_with(proposals, 1000, slope=10, inexact=INEXACT)
     driver.run("train", BATCH)
-    assert len(proposals.asked) <= 4
-    assert driver.step.done[0][2] > 8
+    assert len(proposals.asked) == 4
+    assert driver.step.done[0][2] > 1
+
+
+def test_what_was_measured_without_a_plan_does_not_count_with_it():
+    proposals = Proposals(None, planned(micro_batch_size=64, recompute=("a", "b")))
+    driver = driver_with(proposals, 3000, slope=10, inexact=INEXACT)
+    driver.run("train", BATCH)
+    driver.memory.resident = 1200
+    driver.run("train", BATCH)
+    driver.begin_epoch(1)
+    driver.run("train", BATCH)
+    # Half of 2560 bytes fits into 1800.
+    assert [pieces for _, _, pieces in driver.step.done] == [1, 4, 1]
 
 
 def test_a_given_plan_is_followed_and_no_other_made():

@@ -101,3 +101,10 @@ def test_growing_does_not_oscillate():
         grown = recover.larger(evidence, size, FREE, 2000)
         assert grown is None or size < grown < 800
         size = grown or size
+
+
+def test_measurements_that_promised_too_much_are_believed_less_each_time():
+    evidence = Evidence().with_need(10, 100)  # By this, 1000 would need 10,000.
+    for size, most in ((1000, 900), (900, 675), (600, 300), (200, 100)):
+        evidence = evidence.with_failure(size, 20_000)
+        assert recover.smaller(evidence, size, 20_000) <= most
