@@ -141,7 +141,7 @@ def lstm(large: bool) -> Case:
     for _ in range(2):
         x = layers.LSTM(512 if large else 48, return_sequences=True)(x)
     outputs = layers.Dense(10)(layers.GlobalAveragePooling1D()(x))
-    return Case(_compiled(inputs, outputs, "lstm"), 128, data, 10)
+    return Case(_compiled(inputs, outputs, "lstm"), 1024 if large else 128, data, 10)
 
 
 def mlp(large: bool) -> Case:

@@ -21,7 +21,7 @@ import tempfile
 import time
 from typing import Any
 
-SHARES = (0.75, 0.5, 0.25)
+SHARES = (0.5, 0.25, 0.75)
 STEPS = 3
 _MIB = 2**20
 
@@ -33,6 +33,7 @@ def main() -> None:
     options.add_argument("--shares", default=",".join(map(str, SHARES)))
     options.add_argument("--jobs", type=int, default=2)
     options.add_argument("--out", type=pathlib.Path, help="also append each answer to this file as it comes")
+    options.add_argument("--read", type=pathlib.Path, help="run nothing, sum up what was written with --out")
     options.add_argument("--jit", choices=("auto", "on", "off"), default="auto")
     chosen = options.parse_args()
     from _plan_zoo import ZOO
@@ -41,22 +42,14 @@ def main() -> None:
     names = chosen.models.split(",") if chosen.models else list(ZOO)
     shares = [float(share) for share in chosen.shares.split(",")]
 
-    with tempfile.TemporaryDirectory() as folder:
-
-        def ask(name: str, limit: int | None) -> dict[str, Any]:
-            answer = _child(chosen, backend, folder, name, limit)
-            if chosen.out:
-                with chosen.out.open("a") as file:
-                    file.write(json.dumps(answer) + "\n")
-            print(answer, file=sys.stderr, flush=True)
-            return answer
-
-        with concurrent.futures.ThreadPoolExecutor(chosen.jobs) as pool:
-            plain = dict(zip(names, pool.map(lambda name: ask(name, None), names), strict=True))
-            cells = [(name, share) for name in names for share in shares if "peak" in plain[name]]
-            runs = list(pool.map(lambda cell: ask(cell[0], int(plain[cell[0]]["peak"] * cell[1])), cells))
-    for (_, share), run in zip(cells, runs, strict=True):
-        run["share"] = share
+    if chosen.read:
+        told = [json.loads(line) for line in chosen.read.read_text().splitlines()]
+        plain = {row["model"]: row for row in told if row["limit"] is None}
+        runs = [row for row in told if row["limit"] is not None]
+    else:
+        plain, runs = _measured(chosen, backend, names, shares)
+    for run in runs:
+        run["share"] = round(run["limit"] / plain[run["model"]]["peak"], 3)
     finished = [run for run in runs if run.get("finished")]
     possible = [run for run in runs if not run.get("cannot_fit")]
     from _common import write_result
@@ -78,6 +71,25 @@ def main() -> None:
     )
 
 
+def _measured(
+    chosen: Any, backend: str, names: list[str], shares: list[float]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """(plain runs by model, runs in less memory)."""
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(chosen.jobs) as pool:
+
+        def ask(name: str, limit: int | None) -> dict[str, Any]:
+            answer = _child(chosen, backend, folder, name, limit)
+            if chosen.out:
+                with chosen.out.open("a") as file:
+                    file.write(json.dumps(answer) + "\n")
+            print(answer, file=sys.stderr, flush=True)
+            return answer
+
+        plain = dict(zip(names, pool.map(lambda name: ask(name, None), names), strict=True))
+        cells = [(name, share) for share in shares for name in names if plain[name].get("peak")]
+        return plain, list(pool.map(lambda cell: ask(cell[0], int(plain[cell[0]]["peak"] * cell[1])), cells))
+
+
 def _share(runs: list[dict[str, Any]], good: Any) -> float:
     return sum(bool(good(run)) for run in runs) / max(1, len(runs))
 
@@ -93,8 +105,11 @@ def _child(chosen: Any, backend: str, folder: str, name: str, limit: int | None)
         env |= {"TF_CPU_ALLOCATOR_USE_BFC": "true", "TF_ENABLE_ONEDNN_OPTS": "0"}
         env["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(limit // _MIB if limit else 8192)
     elif backend == "jax":
-        total = _gpu_bytes()
-        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(limit / total) if limit else str(0.9 / chosen.jobs)
+        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(limit / _gpu_bytes()) if limit else "0.4"
+        # Without a limit only what is needed is taken, for others run beside it.
+        env["XLA_PYTHON_CLIENT_PREALLOCATE"] = str(limit is not None).lower()
+    elif backend == "tensorflow" and not limit:
+        env["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
     asked = {"model": name, "limit": limit}
     try:
         child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
@@ -162,18 +177,28 @@ def _train(name: str, limit: int, device: str, jit: str, folder: str) -> dict[st
     began = time.perf_counter()
     if not limit:
         memory.reset_peak()
-        case.model.fit(Batches(), epochs=1, shuffle=False, verbose=0)
-        use = memory.usage()
+        if backend == "jax":
+            # JAX cannot forget a peak, and finding the quickest kernels takes memory too: what XLA says counts.
+            peak = oomproof.fit(
+                case.model, Batches(), epochs=1, shuffle=False, verbose=0, plan=oomproof.Plan()
+            ).run.peak
+        else:
+            case.model.fit(Batches(), epochs=1, shuffle=False, verbose=0)
+            use = memory.usage()
+            peak = None if use is None else use.peak
         np.savez(path, *case.model.get_weights())
-        return {"peak": None if use is None else use.peak, "seconds": time.perf_counter() - began}
-    # Failed probes count too: they wait as long as failed steps.
-    failures, kind = 0, type(memory)
+        return {"peak": peak, "seconds": time.perf_counter() - began}
+    # Failed probes count too: they wait as long as failed steps. What XLA is known to need before it runs, and is then
+    # not run, is no failure.
+    failures, refused, kind = 0, 0, type(memory)
     shortage = kind.shortage
 
     def counting(self: Any, error: BaseException) -> Any:
-        nonlocal failures
+        nonlocal failures, refused
         found = shortage(self, error)
-        failures += found is not None
+        if found is not None:
+            failures += type(error).__name__ != "NotEnoughMemoryError"
+            refused += type(error).__name__ == "NotEnoughMemoryError"
         return found
 
     setattr(kind, "shortage", counting)  # noqa: B010
@@ -181,11 +206,15 @@ def _train(name: str, limit: int, device: str, jit: str, folder: str) -> dict[st
         run = oomproof.fit(case.model, Batches(), epochs=1, shuffle=False, verbose=0).run
     except oomproof.CannotFitError as error:
         return {"cannot_fit": str(error), "failures": failures}
+    except oomproof.RecoveryFailedError as error:
+        events = [event.message for event in error.run.events] if error.run is not None else []
+        return {"gave_up": str(error), "failures": failures, "events": events}
     plain = np.load(path).values()
     pairs = zip(plain, case.model.get_weights(), strict=True)
     return {
         "finished": True,
         "failures": failures,
+        "refused_before_they_ran": refused,
         "ooms": run.ooms,
         "peak": run.peak,
         "difference": max((float(np.abs(a - b).max()) for a, b in pairs if a.size), default=0.0),

@@ -186,16 +186,23 @@ def recomputing(name: str, shares: list[float]) -> dict[str, Any]:
     for share in shares:
         row: dict[str, Any] = {"share": share}
         rows.append(row)
-        try:
-            plan = oomproof.plan(plain.model, batch, budget=int(estimated * share), allow={"recompute"}, cache=False)
-        except oomproof.CannotFitError as error:
-            row["cannot_fit"] = str(error).splitlines()[0]
+        plan = None
+        # Cutting the batch comes in where recomputing alone is not enough.
+        for allow in ({"recompute"}, {"recompute", "microbatch"}):
+            row["allow"] = sorted(allow)
+            try:
+                plan = oomproof.plan(plain.model, batch, budget=int(estimated * share), allow=allow, cache=False)
+                break
+            except oomproof.CannotFitError as error:
+                row["cannot_fit"] = str(error).splitlines()[0]
+        if plan is None:
             continue
         other = stepper(work, guarded=True, plan=plan)
         for _ in range(3):
             plain.step(), other.step()
         pairs = [(plain.step(), other.step()) for _ in range(max(10, arguments.steps // 3))]
         row |= {
+            "plan": plan.sentence,
             "recomputed": plan.recomputed,
             "segments": plan.segments,
             "recompute": plan.recompute,

@@ -41,6 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stack", choices=STACKS, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--usable", type=float, default=pool.USABLE, help="part of the card, where others are on it")
     parser.add_argument("--limit-s", type=float, default=420, help="for one run, where the design has no lower limit")
     parser.add_argument("--total-s", type=float, default=None, help="for this call; what is running then is given up")
     parser.add_argument("--only", choices=["tuning", "scoring"])
@@ -93,7 +94,8 @@ class Collector:
 
     def go(self, tasks: list[Task], finished: Any) -> None:
         total = self.options.total_s
-        left = pool.run(tasks, self.options.jobs, finished, None if total is None else time.monotonic() + total)
+        deadline = None if total is None else time.monotonic() + total
+        left = pool.run(tasks, self.options.jobs, finished, deadline, self.options.usable)
         print(f"{len(left)} left for another call" if left else "all done", flush=True)
 
     def wanted(self, model: str) -> bool:
@@ -124,6 +126,9 @@ class Peaks(Collector):
     def finished(self, task: Task, result: dict[str, Any]) -> list[Task]:
         if result["outcome"] == "out of memory" and task.share < pool.USABLE and self.card is not None:
             return [self.task(task.case, min(2 * task.share, pool.USABLE))]
+        if task.case["stack"] == "jax" and result["outcome"] == "finished" and "while_compiling" not in task.case:
+            # Looking for the quickest kernels takes memory once, and JAX cannot forget it: once more, compiled already.
+            return [self.task(task.case, task.share, while_compiling=result["first"])]
         self.record(task.case | result)
         return []
 

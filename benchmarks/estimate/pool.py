@@ -48,7 +48,7 @@ class Child:
         case = task.case
         self._process = subprocess.Popen(
             [sys.executable, str(WORKER), json.dumps(case)],
-            env=os.environ | environment(case["stack"], case["device"], case["room"], task.share),
+            env=os.environ | environment(case["stack"], case["device"], case["room"], task.share) | _cache(case),
             stdout=self._out,
             stderr=self._err,
             process_group=0,
@@ -86,6 +86,7 @@ def run(
     jobs: int,
     finished: Callable[[Task, dict[str, Any]], list[Task]],
     deadline: float | None = None,
+    usable: float = USABLE,
 ) -> list[Task]:
     """Runs tasks in their order, as many at a time as there are jobs and room.
 
@@ -94,6 +95,7 @@ def run(
         jobs: Processes at a time.
         finished: Told each result; what it returns is run next.
         deadline: When to stop everything, on `time.monotonic`. What is running then is given up.
+        usable: The part of the card that all of them together may have.
 
     Returns:
         What was not run to an end.
@@ -103,7 +105,7 @@ def run(
         while waiting or running:
             if deadline is not None and time.monotonic() > deadline:
                 return [child.task for child in running] + waiting
-            while waiting and len(running) < jobs and _fits(waiting[0], running):
+            while waiting and len(running) < jobs and _fits(waiting[0], running, usable):
                 running.append(Child(waiting.pop(0)))
             for child in [child for child in running if child.done() or child.late()]:
                 stopped = not child.done()
@@ -117,8 +119,19 @@ def run(
             child.stop()
 
 
-def _fits(task: Task, running: list[Child]) -> bool:
-    return not running or sum(child.task.share for child in running) + task.share <= USABLE
+def _cache(case: dict[str, Any]) -> dict[str, str]:
+    """Where programs of a run on JAX are kept for the same run once more, which then has not to look for kernels."""
+    if case["stack"] != "jax" or "id" not in case:
+        return {}
+    return {
+        "JAX_COMPILATION_CACHE_DIR": f"{tempfile.gettempdir()}/estimate-programs/{case['id']}",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def _fits(task: Task, running: list[Child], usable: float) -> bool:
+    return not running or sum(child.task.share for child in running) + task.share <= usable
 
 
 def _text(file: Any) -> str:

@@ -3,6 +3,7 @@
     python benchmarks/estimate/score.py --engine trace --gpu h200
     python benchmarks/estimate/score.py --engine compile --stacks jax --name estimate-compile-jax
     python benchmarks/estimate/score.py --engine trace --largest
+    python benchmarks/estimate/score.py --engine probe --gpu here --stacks torch --jobs 6    on the GPU of the truth
 
 Reads benchmarks/estimate/truth and writes benchmarks/results/estimate-ENGINE.json. Every run of the design is in it,
 those without truth or without an estimate too. The scoring half alone is to be quoted. With --largest it is about the
@@ -12,6 +13,7 @@ largest batch that fits, all in the scoring half, and the result is estimate-lar
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import functools
 import json
 import os
@@ -40,7 +42,8 @@ def estimated(model: Any, batch: int, stack: str, options: argparse.Namespace) -
     import oomproof
 
     # Without a GPU Keras has said no to XLA on TensorFlow, whatever it was told: the stack says what was measured.
-    return oomproof.estimate(model, batch, gpu=options.gpu, engine=options.engine, jit=stack in COMPILED)
+    gpu = None if options.gpu == "here" else options.gpu
+    return oomproof.estimate(model, batch, gpu=gpu, engine=options.engine, jit=stack in COMPILED)
 
 
 def answer(run: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -90,11 +93,22 @@ def child(options: argparse.Namespace) -> None:
 
 
 def answers(stack: str, runs: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Id → what is said of the run, from child processes on one stack."""
+    """Id → what is said of the run, from as many processes at a time as there are jobs."""
+    parts = [runs[start :: options.jobs] for start in range(options.jobs)]
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        found = pool.map(lambda part: asked(stack, part, options), parts)
+        return {run: said for part in found for run, said in part.items()}
+
+
+def asked(stack: str, runs: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Id → what is said of the run, from one process after another on one stack."""
     found: dict[str, dict[str, Any]] = {}
     command = [sys.executable, __file__, "--child", "--engine", options.engine, "--gpu", options.gpu]
     command += ["--limit-s", str(options.limit_s), "--scale", str(options.scale)]
     variables = os.environ | {"KERAS_BACKEND": stack.split("-")[0], "TF_CPP_MIN_LOG_LEVEL": "2"}
+    if options.gpu == "here":
+        # Several processes share the card.
+        variables |= {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     while left := [run for run in runs if run["id"] not in found]:
         known = len(found)
         with subprocess.Popen(
@@ -123,7 +137,8 @@ def score_peaks(options: argparse.Namespace) -> None:
             run | {"batch": rows.get(run["id"], run)["batch"]} for run in written()["runs"] if run["stack"] == stack
         ]
         # An estimate of what nobody ran tells nothing.
-        found = answers(stack, [run for run in runs if run["id"] in rows], options)
+        wanted = [run for run in runs if run["id"] in rows and options.only in (None, run["half"])]
+        found = answers(stack, wanted, options)
         cases += [case(run, rows.get(run["id"]), found.get(run["id"], {})) for run in runs]
         figures = {"quoted": by_stack(cases, "scoring"), "tuning_half_not_quoted": by_stack(cases, "tuning")}
         write(options, "estimate", figures | {"cases": cases})
@@ -168,8 +183,10 @@ def write(options: argparse.Namespace, name: str, figures: dict[str, Any]) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="auto")
-    parser.add_argument("--gpu", default="h200", help="the card the truth is from")
+    parser.add_argument("--gpu", default="h200", help='the card the truth is from; "here": the one in this machine')
     parser.add_argument("--stacks", default=",".join(STACKS))
+    parser.add_argument("--only", choices=["tuning", "scoring"])
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--largest", action="store_true", help="score the largest batches instead of the peaks")
     parser.add_argument("--truth", type=pathlib.Path, default=TRUTH)
     parser.add_argument("--limit-s", type=int, default=600, help="for one run")

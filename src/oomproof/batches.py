@@ -45,6 +45,10 @@ class Batch:
     size: int
     unit: int
 
+    @property
+    def bytes(self) -> int:
+        return self.size * self.unit
+
     def volume(self, pieces: int) -> int:
         return largest_piece(self.size, pieces) * self.unit
 

@@ -250,13 +250,9 @@ class Driver:
         plan, propose = self.settings.start, self.settings.propose
         if plan is None and propose is not None and self._gauge.measurable:
             resident = self.step.resident()
-            # The model is on the device already, so what is in use counts less its own share.
-            plan = propose(
-                batch.data,
-                self._gauge.device,
-                self._gauge.free() + resident["weights"] + resident["optimizer"],
-                caution,
-            )
+            # The model is on the device already, and batches may be, so what is in use counts less their share.
+            there = resident["weights"] + resident["optimizer"] + self.step.batches_on_device * batch.bytes
+            plan = propose(batch.data, self._gauge.device, self._gauge.free() + there, caution)
         if plan is None:
             return None
         sizing = self._sizing["train"]

@@ -22,7 +22,7 @@ from oomproof.estimation.allocator import replay
 from oomproof.estimation.bands import band_of
 from oomproof.estimation.chain import chain_of
 from oomproof.estimation.estimator import card_of, check_model, is_compiled, mode_of
-from oomproof.estimation.workloads import InputShape, check_batch_size, describe
+from oomproof.estimation.workloads import InputShape, check_batch_size, describe, with_next_batch
 from oomproof.records import Device, Plan
 from oomproof.tracing import Spec, Target, Workload
 from oomproof.units import parse_budget, tensor_bytes
@@ -107,6 +107,7 @@ def plan(
     workload = describe(
         model, batch_size, "train", is_compiled(model, backend), Target(True, card.capability), input_shape
     )
+    workload = dataclasses.replace(workload, guarded=True)
     return Planner(backend, model, levers, named_levers=not isinstance(allow, str), cache=cache).make(workload, limit)
 
 
@@ -205,7 +206,12 @@ class Planner:
         target = Target(gpu is not None, gpu.capability if gpu is not None else (8, 0))
         try:
             workload = Workload(
-                tree.map_structure(_spec, x), tree.map_structure(_spec, y), "train", self._jit(), target
+                tree.map_structure(_spec, x),
+                tree.map_structure(_spec, y),
+                "train",
+                self._jit(),
+                target,
+                guarded=True,
             )
             if caution <= 1 and self._is_plenty(workload, limit):
                 return None
@@ -307,7 +313,7 @@ class Planner:
     ) -> planning.Way:
         backend, model = self._backend, self._model
         with computed_in(model, precision) as policy:
-            trace = backend.trace(model, workload)
+            trace = with_next_batch(backend.trace(model, workload), workload, _samples(workload), backend)
             chain = chain_of(model, workload, trace, replay(trace).peak, backend)
         mode = mode_of(backend, workload.jit, model)
         return planning.Way(

@@ -49,6 +49,7 @@ class Workload:
         jit: Whether the step is compiled (XLA on TensorFlow and JAX, torch.compile on torch).
         target: Where it is to run.
         recompute: Stretches of the model that are computed again in the backward pass, as in `Plan.recompute`.
+        guarded: Whether it is the step as `guard` runs it, which lets go of some things sooner than Keras's own.
     """
 
     x: Any
@@ -57,6 +58,7 @@ class Workload:
     jit: bool
     target: Target = Target()
     recompute: tuple[str, ...] = ()
+    guarded: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

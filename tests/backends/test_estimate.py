@@ -174,7 +174,9 @@ def test_what_the_compiler_says_counts_and_the_trace_says_whose_it_is(monkeypatc
     monkeypatch.setattr(backend, "compile", lambda self, model, workload, memory: said)
     found = oomproof.estimate(conv_net(), 64, gpu="t4", jit=True)
     assert (found.engine, found.mode, found.notes) == ("compile", "compiled", ("as told",))
-    assert found.expected == 620 * MIB
+    # On JAX, Keras has the next batch on the GPU already.
+    ahead = 64 * (32 * 32 * 3 * 4 + 4) if BACKEND == "jax" else 0
+    assert found.expected == 620 * MIB + ahead
     assert found.low <= 600 * MIB
     assert found.high >= 650 * MIB
     assert abs(sum(found.by_category.values()) - found.expected) < 1024

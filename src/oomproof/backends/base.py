@@ -68,6 +68,8 @@ class Step(Protocol):
 
     # Bytes not to be exceeded, for steps that know what a program needs before it runs.
     budget: int | None
+    # How many batches are on the device when a step begins: its own and those that are put there ahead of time.
+    batches_on_device: int
     # Stretches that are computed again in the backward pass. Setting it forgets programs that were made for others;
     # ValueError for labels that the model does not have.
     recompute: tuple[str, ...]

@@ -84,6 +84,7 @@ class FakeStep:
     flights: list[FakeFlight] = dataclasses.field(default_factory=list)
     budget: int | None = None
     recompute: tuple[str, ...] = ()
+    batches_on_device = 0
     failure: Exception | None = None
     trained: int = 0
 

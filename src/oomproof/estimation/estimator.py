@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-from keras import tree
 from keras.src.trainers.trainer import model_supports_jit
 
 from oomproof import devices
@@ -22,9 +21,9 @@ from oomproof.estimation.allocator import Replay, replay
 from oomproof.estimation.bands import band_of
 from oomproof.estimation.engines import Answer, Question, engine_for
 from oomproof.estimation.search import largest
-from oomproof.estimation.workloads import InputShape, check_batch_size, describe
+from oomproof.estimation.workloads import InputShape, batch_bytes, check_batch_size, describe, with_next_batch
 from oomproof.records import Estimate, Phase
-from oomproof.tracing import Buffer, Target, Trace
+from oomproof.tracing import Buffer, Target, Trace, Workload
 from oomproof.units import format_bytes, tensor_bytes
 
 _POINTS = 500
@@ -96,6 +95,7 @@ def estimate(
     mode = mode_of(backend, compiled, model)
     if pieces:
         answer = _in_pieces(answer, model, workload, batch_size, backend)
+    answer = _with_next_batch(answer, workload, batch_size, backend)
     replayed = replay(answer.trace)
     peak = replayed.peak if answer.peak is None else answer.peak
     live = _scaled(replayed, peak)
@@ -223,8 +223,7 @@ def _in_pieces(answer: Answer, model: Any, workload: Any, batch_size: int, backe
     more = []
     # On torch the batch waits on the host, and gradients are added up where the step has them anyway.
     if backend.name != "torch":
-        leaves = [leaf for leaf in tree.flatten((workload.x, workload.y)) if leaf is not None]
-        rest = sum(tensor_bytes((batch_size - leaf.shape[0], *leaf.shape[1:]), leaf.dtype) for leaf in leaves)
+        rest = batch_bytes(workload, batch_size) - batch_bytes(workload, None)
         more.append(Buffer(rest, -1, end, "input", ""))
     if backend.name != "torch" and workload.phase == "train":
         more += [
@@ -234,6 +233,13 @@ def _in_pieces(answer: Answer, model: Any, workload: Any, batch_size: int, backe
     trace = dataclasses.replace(answer.trace, buffers=(*answer.trace.buffers, *more))
     peak = None if answer.peak is None else answer.peak + sum(buffer.size for buffer in more)
     return dataclasses.replace(answer, trace=trace, peak=peak)
+
+
+def _with_next_batch(answer: Answer, workload: Workload, batch_size: int, backend: Backend) -> Answer:
+    """With the batch that `fit` puts on the device ahead of time, where it does."""
+    trace = with_next_batch(answer.trace, workload, batch_size, backend)
+    more = sum(buffer.size for buffer in trace.buffers[len(answer.trace.buffers) :])
+    return dataclasses.replace(answer, trace=trace, peak=None if answer.peak is None else answer.peak + more)
 
 
 def _layer_of(variable: Any) -> str:

@@ -1,7 +1,8 @@
 """The engine for the device at hand: real steps at small batch sizes, measured, and a straight line through them.
 
 Peaks are close to linear in the batch size. The line goes through the smallest and the largest size that were run; the
-one in between says how straight it is. Weights, optimizer and metrics are put back as they were.
+one in between says how straight it is. Where the line says that the batch itself fits with room to spare, that is run
+too, and what was measured is the answer. Weights, optimizer and metrics are put back as they were.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from oomproof.tracing import Spec
 # Shares of the batch that are run, and the fewest samples that are worth running.
 _SHARES = (1 / 8, 1 / 4, 1 / 2)
 _LEAST = 2
+# The share of what is there below which the batch itself is run.
+_SURELY_FITS = 0.8
 # The first step at a size chooses algorithms and makes what is made once; the second is like all that follow.
 _STEPS = 2
 
@@ -29,6 +32,8 @@ _STEPS = 2
 def why_not(question: Question) -> str | None:
     memory = question.backend.memory()
     here = devices.local()
+    if question.backend.name == "jax":
+        return 'JAX does not tell the peak of a step; XLA plans it, and engine="compile" asks XLA'
     if not memory.describe().measurable or memory.usage() is None:
         return "it runs small steps on the device at hand, and the memory of that one cannot be measured"
     if question.gpu != here:
@@ -50,20 +55,30 @@ def answer(question: Question) -> Answer:
             if peak is None:
                 break
             peaks.append(peak)
+        whole = _whole(question, sizes, peaks, batch_size)
     if not peaks:
         raise CannotFitError(
             f"Not even {sizes[0]} of {batch_size} samples fit on {question.backend.memory().describe()}, so nothing "
             'could be measured. Ask with engine="trace", which runs nothing.'
         )
     sizes = sizes[: len(peaks)]
-    expected, doubt = _line(sizes, peaks, batch_size)
-    run = ", ".join(map(str, sizes))
+    expected, doubt = _line(sizes, peaks, batch_size) if whole is None else (whole, 0)
+    run = ", ".join(map(str, sizes if whole is None else [*sizes, batch_size]))
     return Answer(
         trace,
         peak=int(expected),
         unknown=(int(doubt), int(doubt)),
         notes=(*trace.notes, f"real steps were run with batches of {run} on {question.backend.memory().describe()}"),
     )
+
+
+def _whole(question: Question, sizes: list[int], peaks: list[int], batch_size: int) -> int | None:
+    """The peak of the batch itself, or `None` where it might not fit."""
+    limit = question.backend.memory().describe().limit
+    if limit is None or len(peaks) < len(sizes) or sizes[-1] >= batch_size:
+        return None
+    expected, doubt = _line(sizes, peaks, batch_size)
+    return _peak(question, batch_size) if expected + doubt < _SURELY_FITS * limit else None
 
 
 def _peak(question: Question, size: int) -> int | None:

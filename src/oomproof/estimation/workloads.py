@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +11,12 @@ import keras
 from keras import tree
 from keras.src import backend as keras_backend
 
+from oomproof.backends.base import Backend
 from oomproof.backends.common.calls import graph_of
 from oomproof.errors import UnsupportedModelError
 from oomproof.records import Phase
-from oomproof.tracing import Spec, Target, Workload
+from oomproof.tracing import Buffer, Spec, Target, Trace, Workload
+from oomproof.units import tensor_bytes
 
 InputShape = Any
 
@@ -25,6 +28,20 @@ def describe(
     x = inputs_of(model, batch_size, input_shape)
     y = None if phase == "predict" else targets_of(model, x)
     return Workload(x, y, phase, jit, target)
+
+
+def batch_bytes(workload: Workload, batch_size: int | None = None) -> int:
+    """Bytes of a batch like the one of the workload, with so many samples."""
+    leaves = [leaf for leaf in tree.flatten((workload.x, workload.y)) if leaf is not None]
+    return sum(tensor_bytes((batch_size or leaf.shape[0], *leaf.shape[1:]), leaf.dtype) for leaf in leaves)
+
+
+def with_next_batch(trace: Trace, workload: Workload, batch_size: int, backend: Backend) -> Trace:
+    """The step as part of `fit`: on JAX Keras puts the next batch on a GPU while this one is trained on."""
+    if backend.name != "jax" or not workload.target.gpu:
+        return trace
+    ahead = Buffer(batch_bytes(workload, batch_size), -1, len(trace.ops), "input", "")
+    return dataclasses.replace(trace, buffers=(*trace.buffers, ahead))
 
 
 def check_batch_size(batch_size: object, name: str = "batch_size") -> int:

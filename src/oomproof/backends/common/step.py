@@ -38,6 +38,7 @@ class ModelStep:
     # Bytes not to be exceeded, for backends that know what a program needs before it runs.
     budget: int | None = None
     failure: Exception | None = None
+    batches_on_device = 0
 
     def settle(self) -> None:
         """Put in place by the driver."""

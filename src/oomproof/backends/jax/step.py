@@ -36,6 +36,8 @@ class JaxStep(ModelStep):
     def __init__(self, model: Any, memory: JaxMemory) -> None:
         super().__init__(model, JaxEngine(model))
         self._memory = memory
+        # Keras puts one batch ahead on an accelerator.
+        self.batches_on_device = 1 if jax.default_backend() == "cpu" else 2
         self._eager = bool(model.run_eagerly) or not model.jit_compile
         self._programs: dict[Any, Program] = {}
         self._flights: list[Flight] = []

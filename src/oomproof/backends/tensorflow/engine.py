@@ -49,7 +49,14 @@ class TensorFlowEngine:
             lambda leaf: tf.identity(leaf) if isinstance(leaf, tf.Variable) else leaf, structure
         )
         leaves = tf.nest.flatten(values, expand_composites=True)
-        return leaves, lambda leaves: tf.nest.pack_sequence_as(values, leaves, expand_composites=True)
+        # Only its shape is kept: run eagerly, a structure would hold its tensors.
+        shape = tree.map_structure(
+            lambda leaf: (
+                tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) and not isinstance(leaf, tf.Tensor) else None
+            ),
+            values,
+        )
+        return leaves, lambda leaves: tf.nest.pack_sequence_as(shape, leaves, expand_composites=True)
 
     def recomputed(self, function: Callable[..., list[Any]], tensors: list[Any]) -> list[Any]:
         # Not `tf.recompute_grad`: it adds to what goes in, and turns the sparse gradients of tables into dense ones.

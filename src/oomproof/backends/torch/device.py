@@ -91,6 +91,7 @@ class TorchMemory:
 
     def release(self) -> None:
         forget_last_error()
+        _forget_failed_backward()
         if self._runtime is not None:
             self._runtime.empty_cache()
         elif self._kind == "mps":
@@ -122,6 +123,12 @@ class TorchMemory:
         assert use is not None
         # The peak: much of what the failed step held is free again by now.
         return use.peak > _NEARLY_FULL * self._limit()
+
+
+def _forget_failed_backward() -> None:
+    """A backward pass that failed leaves its graph in the queue of its thread, until the next one empties that."""
+    with torch.enable_grad():
+        torch.zeros((), requires_grad=True).clone().backward()
 
 
 def says_memory(error: BaseException) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -56,7 +55,9 @@ class TorchEngine:
 
     @staticmethod
     def flat(structure: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        return tree.flatten(structure), functools.partial(tree.pack_sequence_as, structure)
+        # Only its shape is kept: a structure would hold its tensors, and what holds them may be part of their graph.
+        shape = tree.map_structure(lambda _: None, structure)
+        return tree.flatten(structure), functools.partial(tree.pack_sequence_as, shape)
 
     def recomputed(self, function: Callable[..., list[Any]], tensors: list[Any]) -> list[Any]:
         def contexts() -> tuple[Any, Any]:
@@ -136,8 +137,6 @@ def _compiled_call() -> Callable[..., Any]:
 @contextlib.contextmanager
 def _computed_again(modules: Sequence[Any]) -> Iterator[None]:
     """Around what runs a second time: torch's own layers keep statistics in buffers, and write them in place."""
-    # Keras leaves cycles behind that hold what the stretch before this one made when it was computed again.
-    gc.collect(1)
     buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
     before = [buffer.clone() for buffer in buffers]
     try:

@@ -33,9 +33,7 @@ class Garbage:
     def __init__(self) -> None:
         self._objects = 0
 
-    def op(self, begins_stretch: bool = False) -> None:
-        if begins_stretch:
-            self.collect()  # As the engine does before it computes a stretch again.
+    def op(self) -> None:
         self._objects += _OBJECTS_PER_OP
         if self._objects > gc.get_threshold()[0] > 0:
             self.collect()

@@ -74,7 +74,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._storages: list[Storage] = []
         self._stage: Stage = "forward"
         self._first_backward = 0
-        self._again = False
         self._reads = 0
         self._garbage = Garbage()
         self._paths: dict[int, str] = {}
@@ -132,9 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         # A layer that is called in the backward pass is computed again.
         again = self._scope()
         if again:
-            self._garbage.op(begins_stretch=not self._again)
-        self._again = bool(again)
-        if again:
+            self._garbage.op()
             return again
         # A node is made right before its op is run, so it is of the first op that saw a higher number.
         place = bisect.bisect_right(self._numbers, node._sequence_nr())

@@ -17,6 +17,7 @@ from oomproof.backends.torch.commit import Commit
 from oomproof.backends.torch.device import is_lost, says_memory
 from oomproof.backends.torch.engine import TorchEngine, as_tensor, take
 from oomproof.backends.torch.rescue import lost_device
+from oomproof.backends.torch.trees import without_cycles
 from oomproof.backends.torch.writes import settled, write
 from oomproof.records import Phase
 
@@ -148,7 +149,7 @@ class TorchStep(ModelStep):
 
     def _attempt(self, function: Callable[[], Any], keep: bool) -> Any:
         try:
-            with torch.no_grad(), self.engine.outside.unchanged_on_failure(keep):
+            with torch.no_grad(), without_cycles(), self.engine.outside.unchanged_on_failure(keep):
                 return function()
         except Exception as error:
             if not is_lost(error):

@@ -22,6 +22,7 @@ from oomproof.backends.torch.engine import TorchEngine
 from oomproof.backends.torch.garbage import collecting_by_hand
 from oomproof.backends.torch.recording import Recorder
 from oomproof.backends.torch.stand_ins import stand_ins
+from oomproof.backends.torch.trees import without_cycles
 from oomproof.backends.torch.workspaces import Workspaces
 from oomproof.tracing import Spec, Target, Trace, Workload
 
@@ -54,7 +55,8 @@ def trace(model: Any, workload: Workload) -> Trace:
             if variable._value is not None:
                 recorder.add(variable._value, "weights")
         again = recomputing(model, workload.recompute, TorchEngine(model))
-        with _place(workload.target, recorder), recorder, again:
+        tidy = without_cycles() if workload.guarded or workload.recompute else contextlib.nullcontext()
+        with _place(workload.target, recorder), recorder, again, tidy:
             _run_twice(model, workload, data, recorder)
             ops, buffers = recorder.finish()
     notes = (_COMPILED,) if workload.jit else ()

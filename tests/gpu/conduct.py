@@ -1,0 +1,170 @@
+"""Runs what is measured on a GPU side by side where only memory counts, and alone where time does.
+
+    python tests/gpu/conduct.py OUT --seconds 1490 [--ready FILE]
+
+The jobs are listed below, most wanted first. Those that count memory run together as far as cores and card allow; from
+`ALONE_FROM` on those that take times run one after another; then the rest goes on. Output goes to OUT, job by job.
+TensorFlow may arrive later than the rest: its jobs wait for FILE, a script to be sourced before them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import time
+
+CORES, CARD = 16, 132
+ALONE_FROM, ALONE_UNTIL = 600, 1330
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A command of bash: `$O` is where results go, `cores` and `card` (GB) what it takes, `limit` its seconds."""
+
+    name: str
+    backend: str
+    command: str
+    limit: int
+    cores: int = 1
+    card: int = 8
+    alone: bool = False
+
+
+def collect(stack: str, cores: int, usable: float, limit: int, more: str = "") -> Job:
+    command = f"python benchmarks/estimate/collect.py --stack {stack} --jobs {cores} --usable {usable} --out $O {more}"
+    command += f" --total-s {limit - 5}"
+    name = f"collect-{stack}" + ("-largest" if "--max-batch" in more else "")
+    return Job(name, stack.split("-")[0], command, limit, cores, int(usable * 139))
+
+
+def plans(backend: str, cores: int, limit: int, more: str = "", name: str = "") -> Job:
+    name = name or f"plans-{backend}"
+    command = f"python benchmarks/plans.py --device gpu --jobs {cores} {more} --out $O/{name}.jsonl"
+    return Job(name, backend, command, limit, cores, 30)
+
+
+def score(engine: str, stack: str, limit: int) -> Job:
+    command = f"python benchmarks/estimate/score.py --engine {engine} --gpu here --stacks {stack} --truth $O --jobs 4"
+    command += f" --only scoring --name estimate-{engine}-{stack}-gpu"
+    return Job(f"score-{engine}-{stack}", stack.split("-")[0], command, limit, 4, 30)
+
+
+def oom(name: str, backend: str, limit: int, more: str) -> Job:
+    return Job(f"oom-{name}", backend, f"python tests/gpu/real_oom.py --out $O/real_oom_{name}.json {more}", limit)
+
+
+def step(name: str, backend: str, limit: int, more: str) -> Job:
+    command = f"python benchmarks/step.py --device gpu --name step-gpu-{name} {more}"
+    return Job(f"step-{name}", backend, command, limit, alone=True)
+
+
+def plan_times(backend: str, limit: int, more: str) -> Job:
+    command = f"python benchmarks/plan_times.py {more} --out $O/plan-times-{backend}.jsonl"
+    return Job(f"plan-times-{backend}", backend, command, limit, alone=True)
+
+
+SOME = "--models encoder,residual_batchnorm,mlp,plain_cnn --shares 0.5,0.25"
+JOBS = (
+    plans("torch", 4, 300),
+    collect("torch", 4, 0.3, 240),
+    plans("jax", 6, 500),
+    oom("tensorflow_graph", "tensorflow", 240, "--jit no --caps 3000 --recoveries 5"),
+    oom("tensorflow_xla", "tensorflow", 260, "--jit yes --net tokens --caps 3000 --recoveries 5"),
+    collect("jax", 5, 0.45, 420),
+    collect("tensorflow-graph", 4, 0.3, 300),
+    plans("tensorflow", 4, 300, f"--jit off {SOME}", "plans-tensorflow-graph"),
+    oom("jax_blind", "jax", 120, "--caps '' --recoveries 3 --blind"),
+    collect("tensorflow-xla", 4, 0.3, 300),
+    score("probe", "torch", 200),
+    plans("tensorflow", 4, 300, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla"),
+    # Alone
+    Job("peers", "torch", "python benchmarks/peers.py --steps 3", 170, alone=True),
+    step("recompute-jax", "jax", 130, "--parts recompute-transformer --shares 0.4,0.25 --steps 30"),
+    step("recompute-torch", "torch", 60, "--parts recompute-transformer,recompute-residual --shares 0.5,0.25,0.2"),
+    plan_times("torch", 170, "--total-s 110 --levels 3"),
+    step("tensorflow-graph", "tensorflow", 80, "--jit no --parts whole-conv,whole-transformer"),
+    step("tensorflow-xla", "tensorflow", 150, "--jit yes --parts whole-transformer,pieces-transformer --pieces 1,4"),
+    step("jax-pieces", "jax", 100, "--parts pieces-conv,pieces-transformer --pieces 1,4,16"),
+    step("recompute-jax-residual", "jax", 120, "--parts recompute-residual --shares 0.5,0.35 --steps 20"),
+    # What is left
+    score("compile", "jax", 200),
+    Job("largest", "torch", "python benchmarks/largest.py --total-s 180 --out $O/largest.jsonl", 230, 6, 60),
+    collect("torch", 4, 0.3, 150, "--max-batch --memory 8GiB"),
+    score("probe", "tensorflow-graph", 150),
+    collect("jax", 4, 0.3, 150, "--max-batch --memory 8GiB"),
+)
+
+
+class Running:
+    def __init__(self, job: Job, out: pathlib.Path, ready: str | None, until: float) -> None:
+        self.job = job
+        source = f". {ready}; " if ready and job.backend == "tensorflow" else ""
+        env = os.environ | {"KERAS_BACKEND": job.backend, "O": str(out), "PYTHONUNBUFFERED": "1"}
+        env |= {"TF_CPP_MIN_LOG_LEVEL": "2", "XDG_CACHE_HOME": f"/tmp/cache-{job.name}"}
+        with (out / f"{job.name}.log").open("w") as log:
+            self.process = subprocess.Popen(
+                ["bash", "-c", source + job.command], env=env, stdout=log, stderr=subprocess.STDOUT, process_group=0
+            )
+        self.until = min(time.monotonic() + job.limit, until)
+
+    def over(self) -> bool:
+        if self.process.poll() is not None:
+            return True
+        if time.monotonic() < self.until:
+            return False
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--seconds", type=float, default=1490)
+    parser.add_argument("--ready", default=None)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    waiting, running = list(JOBS), list[Running]()
+
+    def say(text: str) -> None:
+        with (options.out / "conduct.log").open("a") as log:
+            log.write(f"{time.monotonic() - began:6.0f} s  {text}\n")
+
+    while waiting or running:
+        now = time.monotonic() - began
+        if now > options.seconds:
+            break
+        quiet = ALONE_FROM <= now < ALONE_UNTIL and any(job.alone for job in waiting)
+        for one in [one for one in running if one.over()]:
+            running.remove(one)
+            say(f"done {one.job.name}: {one.process.returncode}")
+        for job in list(waiting):
+            there = options.ready is None or job.backend != "tensorflow" or os.path.exists(options.ready)
+            cores, card = (sum(getattr(one.job, what) for one in running) for what in ("cores", "card"))
+            if job.alone:
+                fits = quiet and not running
+            else:
+                fits = not quiet and not any(one.job.alone for one in running)
+                fits = fits and cores + job.cores <= CORES and card + job.card <= CARD
+            if there and fits:
+                waiting.remove(job)
+                # What only counts memory makes room when times are to be taken.
+                soft = ALONE_FROM + 40 if not job.alone and now < ALONE_FROM else options.seconds
+                running.append(Running(job, options.out, options.ready, began + soft))
+                say(f"start {job.name}")
+                break
+        else:
+            time.sleep(0.3)
+    for one in running:
+        one.until = 0
+        one.over()
+    say(f"not begun: {', '.join(job.name for job in waiting) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
