@@ -34,6 +34,7 @@ def main() -> None:
     options.add_argument("--jobs", type=int, default=2)
     options.add_argument("--out", type=pathlib.Path, help="also append each answer to this file as it comes")
     options.add_argument("--read", type=pathlib.Path, help="run nothing, sum up what was written with --out")
+    options.add_argument("--resume", type=pathlib.Path, help="written with --out: what is in it is not run again")
     options.add_argument("--jit", choices=("auto", "on", "off"), default="auto")
     chosen = options.parse_args()
     from _plan_zoo import ZOO
@@ -64,7 +65,9 @@ def main() -> None:
             "share_without_a_failure": _share(possible, lambda run: run.get("finished") and run["failures"] == 0),
             "share_with_at_most_one_failure": _share(possible, lambda run: run.get("finished") and run["failures"] < 2),
             "median_peak_over_limit": _median([run["peak"] / run["limit"] for run in finished if run["peak"]]),
-            "largest_weight_difference": max((run["difference"] for run in finished if run["exact"]), default=None),
+            "largest_weight_difference": max(
+                (run["difference"] for run in finished if run["exact"] and run["difference"] is not None), default=None
+            ),
             "plain": plain,
             "cells": runs,
         },
@@ -85,9 +88,15 @@ def _measured(
             print(answer, file=sys.stderr, flush=True)
             return answer
 
-        plain = dict(zip(names, pool.map(lambda name: ask(name, None), names), strict=True))
+        told = [json.loads(line) for line in chosen.resume.read_text().splitlines()] if chosen.resume else []
+        known = {(row["model"], row["limit"]): row for row in told if row.get("peak")}
+
+        def found(name: str, limit: int | None) -> dict[str, Any]:
+            return known.get((name, limit)) or ask(name, limit)
+
+        plain = dict(zip(names, pool.map(lambda name: found(name, None), names), strict=True))
         cells = [(name, share) for share in shares for name in names if plain[name].get("peak")]
-        return plain, list(pool.map(lambda cell: ask(cell[0], int(plain[cell[0]]["peak"] * cell[1])), cells))
+        return plain, list(pool.map(lambda cell: found(cell[0], int(plain[cell[0]]["peak"] * cell[1])), cells))
 
 
 def _share(runs: list[dict[str, Any]], good: Any) -> float:
@@ -209,15 +218,15 @@ def _train(name: str, limit: int, device: str, jit: str, folder: str) -> dict[st
     except oomproof.RecoveryFailedError as error:
         events = [event.message for event in error.run.events] if error.run is not None else []
         return {"gave_up": str(error), "failures": failures, "events": events}
-    plain = np.load(path).values()
-    pairs = zip(plain, case.model.get_weights(), strict=True)
+    plain = np.load(path).values() if path.exists() else []
+    pairs = zip(plain, case.model.get_weights(), strict=path.exists())
     return {
         "finished": True,
         "failures": failures,
         "refused_before_they_ran": refused,
         "ooms": run.ooms,
         "peak": run.peak,
-        "difference": max((float(np.abs(a - b).max()) for a, b in pairs if a.size), default=0.0),
+        "difference": max((float(np.abs(a - b).max()) for a, b in pairs if a.size), default=None),
         "exact": not run.plan.caveats,
         "micro_batch_size": run.plan.micro_batch_size,
         "recomputed": len(run.plan.recompute),

@@ -1,9 +1,11 @@
 """Runs what is measured on a GPU side by side where only memory counts, and alone where time does.
 
-    python tests/gpu/conduct.py OUT --seconds 1490 [--ready FILE]
+    python tests/gpu/conduct.py jax-torch OUT --seconds 530 --alone 290,530
+    python tests/gpu/conduct.py tensorflow OUT --seconds 450 --alone 0,140 --ready FILE
 
-The jobs are listed below, most wanted first. Those that count memory run together as far as cores and card allow; from
-`ALONE_FROM` on those that take times run one after another; then the rest goes on. Output goes to OUT, job by job.
+The jobs of each program are listed below, most wanted first. Those that count memory run together as far as cores and
+card allow; between the two seconds of --alone those that take times run one after another; then the rest goes on.
+Output goes to OUT, job by job.
 TensorFlow may arrive later than the rest: its jobs wait for FILE, a script to be sourced before them.
 """
 
@@ -18,7 +20,6 @@ import subprocess
 import time
 
 CORES, CARD = 16, 132
-ALONE_FROM, ALONE_UNTIL = 600, 1330
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,35 +69,28 @@ def plan_times(backend: str, limit: int, more: str) -> Job:
 
 
 SOME = "--models encoder,residual_batchnorm,mlp,plain_cnn --shares 0.5,0.25"
-JOBS = (
-    plans("torch", 4, 300),
-    collect("torch", 4, 0.3, 240),
-    plans("jax", 6, 500),
-    oom("tensorflow_graph", "tensorflow", 240, "--jit no --caps 3000 --recoveries 5"),
-    oom("tensorflow_xla", "tensorflow", 260, "--jit yes --net tokens --caps 3000 --recoveries 5"),
-    collect("jax", 5, 0.45, 420),
-    collect("tensorflow-graph", 4, 0.3, 300),
-    plans("tensorflow", 4, 300, f"--jit off {SOME}", "plans-tensorflow-graph"),
-    oom("jax_blind", "jax", 120, "--caps '' --recoveries 3 --blind"),
-    collect("tensorflow-xla", 4, 0.3, 300),
-    score("probe", "torch", 200),
-    plans("tensorflow", 4, 300, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla"),
-    # Alone
-    Job("peers", "torch", "python benchmarks/peers.py --steps 3", 170, alone=True),
-    step("recompute-jax", "jax", 130, "--parts recompute-transformer --shares 0.4,0.25 --steps 30"),
-    step("recompute-torch", "torch", 60, "--parts recompute-transformer,recompute-residual --shares 0.5,0.25,0.2"),
-    plan_times("torch", 170, "--total-s 110 --levels 3"),
-    step("tensorflow-graph", "tensorflow", 80, "--jit no --parts whole-conv,whole-transformer"),
-    step("tensorflow-xla", "tensorflow", 150, "--jit yes --parts whole-transformer,pieces-transformer --pieces 1,4"),
-    step("jax-pieces", "jax", 100, "--parts pieces-conv,pieces-transformer --pieces 1,4,16"),
-    step("recompute-jax-residual", "jax", 120, "--parts recompute-residual --shares 0.5,0.35 --steps 20"),
-    # What is left
-    score("compile", "jax", 200),
-    Job("largest", "torch", "python benchmarks/largest.py --total-s 180 --out $O/largest.jsonl", 230, 6, 60),
-    collect("torch", 4, 0.3, 150, "--max-batch --memory 8GiB"),
-    score("probe", "tensorflow-graph", 150),
-    collect("jax", 4, 0.3, 150, "--max-batch --memory 8GiB"),
-)
+PROGRAMS = {
+    "jax-torch": (
+        plans("torch", 4, 200),
+        plans("jax", 6, 300, "--resume .gpu/keras/plans-jax-first.jsonl"),
+        collect("jax", 5, 0.4, 310),
+        collect("torch", 4, 0.25, 200),
+        oom("jax_blind", "jax", 120, "--caps '' --recoveries 3 --blind"),
+        Job("peers", "torch", "python benchmarks/peers.py --steps 3", 170, alone=True),
+        step("recompute-torch", "torch", 60, "--parts recompute-transformer,recompute-residual --shares 0.5,0.25,0.2"),
+        step("recompute-jax", "jax", 100, "--parts recompute-transformer --shares 0.25 --steps 20"),
+    ),
+    "tensorflow": (
+        plan_times("torch", 140, "--total-s 100 --levels 3"),
+        oom("tensorflow_graph", "tensorflow", 260, "--jit no --caps 3000 --recoveries 5"),
+        oom("tensorflow_xla", "tensorflow", 260, "--jit yes --net tokens --caps 3000 --recoveries 5"),
+        collect("tensorflow-graph", 5, 0.3, 300),
+        collect("tensorflow-xla", 4, 0.3, 300),
+        plans("tensorflow", 4, 300, f"--jit off {SOME}", "plans-tensorflow-graph"),
+        collect("jax", 4, 0.3, 200),
+        plans("tensorflow", 4, 300, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla"),
+    ),
+}
 
 
 class Running:
@@ -123,13 +117,16 @@ class Running:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("out", type=pathlib.Path)
-    parser.add_argument("--seconds", type=float, default=1490)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--alone", required=True, help="from which second to which")
     parser.add_argument("--ready", default=None)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    waiting, running = list(JOBS), list[Running]()
+    start, end = map(float, options.alone.split(","))
+    waiting, running = list(PROGRAMS[options.program]), list[Running]()
 
     def say(text: str) -> None:
         with (options.out / "conduct.log").open("a") as log:
@@ -139,7 +136,7 @@ def main() -> None:
         now = time.monotonic() - began
         if now > options.seconds:
             break
-        quiet = ALONE_FROM <= now < ALONE_UNTIL and any(job.alone for job in waiting)
+        quiet = start <= now < end and any(job.alone for job in waiting)
         for one in [one for one in running if one.over()]:
             running.remove(one)
             say(f"done {one.job.name}: {one.process.returncode}")
@@ -154,7 +151,7 @@ def main() -> None:
             if there and fits:
                 waiting.remove(job)
                 # What only counts memory makes room when times are to be taken.
-                soft = ALONE_FROM + 40 if not job.alone and now < ALONE_FROM else options.seconds
+                soft = start + 20 if not job.alone and now < start else options.seconds
                 running.append(Running(job, options.out, options.ready, began + soft))
                 say(f"start {job.name}")
                 break

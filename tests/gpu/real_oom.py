@@ -46,6 +46,8 @@ def capped(backend: str, megabytes: int) -> None:
         if megabytes:
             limit = tf.config.LogicalDeviceConfiguration(memory_limit=megabytes)
             tf.config.set_logical_device_configuration(tf.config.list_physical_devices("GPU")[0], [limit])
+        else:
+            tf.config.experimental.set_memory_growth(tf.config.list_physical_devices("GPU")[0], True)
         tf.config.experimental.enable_tensor_float_32_execution(False)
 
 

@@ -14,7 +14,8 @@ from oomproof.tracing import Buffer, Target
 
 _aten = torch.ops.aten
 _MIB = 2**20
-# torch gives cuBLAS its workspace from its own allocator, once for each handle.
+# torch gives cuBLAS its workspace from its own allocator, once for each handle. A handle belongs to a thread, and the
+# backward pass has a thread of its own.
 _CUBLAS = {False: 8 * _MIB + 128 * 2**10, True: 32 * _MIB}
 _HOPPER = (9, 0)
 _FLOAT = 4
@@ -26,19 +27,22 @@ class Workspaces:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._multiplied = False
+        # By which threads: whether that of the backward pass.
+        self._multiplied: set[bool] = set()
 
     def __call__(self, func: Any, args: Any, results: Any) -> int:
         kind = func.overloadpacket
-        self._multiplied = self._multiplied or kind in _MULTIPLIES
+        if kind in _MULTIPLIES:
+            self._multiplied.add(torch._C._current_autograd_node() is not None)
         rule = (_ON_GPU if self._target.gpu else _ON_CPU).get(kind)
         return rule(args, results) if rule is not None else 0
 
     def lasting(self, ops: int) -> tuple[Buffer, ...]:
         """What libraries keep from the first step on."""
-        if not self._multiplied or not self._target.gpu:
+        if not self._target.gpu:
             return ()
-        return (Buffer(_CUBLAS[self._target.capability >= _HOPPER], -1, ops, "temporary", ""),)
+        size = _CUBLAS[self._target.capability >= _HOPPER]
+        return tuple(Buffer(size, -1, ops, "temporary", "") for _ in self._multiplied)
 
 
 def _convolution(args: Any, results: Any) -> int:
