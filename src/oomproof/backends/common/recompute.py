@@ -266,7 +266,9 @@ class _Surroundings:
         try:
             yield
             # Taken afterwards: what was made when it was first needed, such as a random generator, is to be found.
-            self._kept = {name: list(value) if isinstance(value, list) else value for name, value in here.items()}
+            # Not the scope: a stretch has its own, and that one would hold the losses of the model, and so their graph.
+            kept = {name: value for name, value in here.items() if name != "stateless_scope"}
+            self._kept = {name: list(value) if isinstance(value, list) else value for name, value in kept.items()}
         finally:
             for name in new:
                 here.pop(name, None)

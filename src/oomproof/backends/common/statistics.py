@@ -23,13 +23,15 @@ def recorded(layers: Sequence[Any]) -> Iterator[list[tuple[Any, tuple[Any, Any, 
     def recorder(layer: Any) -> Any:
         def moments(inputs: Any, mask: Any) -> Any:
             mean, variance = type(layer)._moments(layer, inputs, mask)
+            # No gradient goes through what is recorded. On torch it would also hold the graph that it is held by.
+            still = (ops.stop_gradient(mean), ops.stop_gradient(variance))
             shape = ops.shape(inputs)
             sizes = ops.convert_to_tensor([shape[axis] for axis in layer._reduction_axes], dtype="int32")
             count = ops.cast(ops.prod(sizes), inputs.dtype)
             if mask is not None:
                 count = count * ops.mean(ops.cast(mask, inputs.dtype))
-            offset = ops.reshape(mean, (-1,)) - ops.cast(references[id(layer)], mean.dtype)
-            square = ops.reshape(variance, (-1,)) + ops.square(offset)
+            offset = ops.reshape(still[0], (-1,)) - ops.cast(references[id(layer)], mean.dtype)
+            square = ops.reshape(still[1], (-1,)) + ops.square(offset)
             seen.append((layer, (count, count * offset, count * square)))
             return mean, variance
 
