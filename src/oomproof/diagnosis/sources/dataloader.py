@@ -1,0 +1,136 @@
+"""Workers that load data, and the shared memory they hand batches over in. Before the disk: its words are the same."""
+
+from __future__ import annotations
+
+from oomproof.diagnosis.pattern import Pattern
+
+_SHM = "shm"
+
+PATTERNS = (
+    Pattern(
+        "worker-bus-error",
+        "failure",
+        "bus error",
+        r"DataLoader worker \(pid(?:\(s\))? (?P<pid>\d+).{0,20}\) is killed by signal: Bus error|"
+        r"Unexpected bus error encountered in worker",
+        "RuntimeError: DataLoader worker (pid 4161) is killed by signal: Bus error. It is possible that dataloader's "
+        "workers are out of shared memory.",
+        "dataloader",
+        _SHM,
+        _SHM,
+        0.95,
+    ),
+    Pattern(
+        "worker-killed",
+        "failure",
+        "is killed by signal",
+        r"DataLoader worker \(pid(?:\(s\))? (?P<pid>\d+).{0,20}\) is killed by signal: (?:Killed|Aborted)",
+        "RuntimeError: DataLoader worker (pid 9123) is killed by signal: Killed.",
+        "dataloader",
+        "host",
+        "host-ram",
+        0.85,
+    ),
+    Pattern(
+        "worker-segmentation-fault",
+        "other",
+        "is killed by signal",
+        r"DataLoader worker \(pid.{0,20}\) is killed by signal: (?:Segmentation fault|Terminated|Interrupt|Hangup)",
+        "RuntimeError: DataLoader worker (pid 9123) is killed by signal: Segmentation fault.",
+        "dataloader",
+    ),
+    Pattern(
+        "worker-exited",
+        "failure",
+        "exited unexpectedly",
+        r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) exited unexpectedly",
+        "RuntimeError: DataLoader worker (pid(s) 9123, 9124) exited unexpectedly",
+        "dataloader",
+        "host",
+        "host-ram",
+        0.5,
+        weight=1.2,
+    ),
+    Pattern(
+        "nccl-shm",
+        "failure",
+        "/dev/shm/nccl",
+        r"(?:creating shared memory segment|failed to extend|Error.{0,40}) ?/dev/shm/nccl(?:-\w+)?(?:.{0,20}?size "
+        r"(?P<bytes>\d+))?",
+        "NCCL WARN Error while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888)",
+        "nccl",
+        _SHM,
+        _SHM,
+        0.9,
+        weight=3.1,
+    ),
+    Pattern(
+        "torch-shm-files",
+        "other",
+        "too many open files",
+        r"(?:unable to (?:open|mmap)|shm_open).{0,120}Too many open files",
+        "RuntimeError: unable to open shared memory object </torch_991_12> in read-write mode: Too many open files (24)",
+        "dataloader",
+        topic="files",
+    ),
+    Pattern(
+        "torch-shm-write",
+        "failure",
+        "/torch_",
+        r"(?:unable to (?:write to|mmap|resize|allocate|open)|ftruncate).{0,80}/torch_[\w]+.{0,60}(?:No space left on device|"
+        r"Cannot allocate memory|out of memory)",
+        "RuntimeError: unable to write to file </torch_18692_1954506624>: No space left on device (28)",
+        "dataloader",
+        _SHM,
+        _SHM,
+        0.9,
+        weight=3.1,
+    ),
+    Pattern(
+        "shm-allocate",
+        "failure",
+        "shared memory",
+        r"unable to allocate shared memory|could not (?:create|allocate|resize) shared memory|insufficient shared memory|"
+        r"out of shared memory|shared memory.{0,60}No space left on device|not enough (?:space|memory) in /dev/shm",
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+        "dataloader",
+        _SHM,
+        _SHM,
+        0.9,
+    ),
+    Pattern(
+        "shm-no-space",
+        "failure",
+        "/dev/shm",
+        r"No space left on device.{0,60}/dev/shm|/dev/shm.{0,100}(?:No space left on device|is full)",
+        "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1f0a'",
+        "python",
+        _SHM,
+        _SHM,
+        0.93,
+        weight=3.1,
+    ),
+    Pattern(
+        "shm-python-name",
+        "failure",
+        "no space left on device",
+        r"No space left on device.{0,20}['\"](?:/dev/shm)?/(?:psm_|wnsm_|torch_|sem\.|mp-|pym-|joblib_memmapping)",
+        "OSError: [Errno 28] No space left on device: '/psm_a1b2c3d4'",
+        "python",
+        _SHM,
+        _SHM,
+        0.85,
+        weight=3.1,
+    ),
+    Pattern(
+        "plasma",
+        "failure",
+        "object store",
+        r"object store (?:memory )?is full|ObjectStoreFullError",
+        "ray.exceptions.ObjectStoreFullError: Failed to put object: the object store is full",
+        "other",
+        _SHM,
+        _SHM,
+        0.85,
+    ),
+)
