@@ -17,9 +17,8 @@ from typing import Any
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from _common import write_result  # noqa: E402
-
 import oomproof  # noqa: E402
+from _common import write_result  # noqa: E402
 
 FIELDS = (
     "is_memory",

@@ -115,6 +115,25 @@ class Diagnosis:
         return "\n".join(lines)
 
 
+def short_of(needed: int, has: int, summary: str, *fixes: str) -> Diagnosis:
+    """The diagnosis of what was refused before it ran: steady exhaustion, by the numbers."""
+    return Diagnosis(
+        is_memory=True,
+        memory="device",
+        raised_by="other",
+        requested_bytes=needed,
+        tensor_shape=None,
+        dtype=None,
+        op=None,
+        layer=None,
+        cause="steady-exhaustion",
+        confidence=0.9,
+        summary=summary,
+        numbers={"limit": has},
+        fixes=fixes,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """One thing that `doctor` looked at.
@@ -162,8 +181,6 @@ class Checkup:
             lines.append(f"{each.severity:<7}  {each.topic:<{topics}}  {each.text}")
             if each.fix:
                 lines.append(f"{'':<7}  {'':<{topics}}  → {each.fix}")
-        counts = {
-            word: sum(each.severity == word for each in self.findings) for word in ("problem", "warning", "note")
-        }
+        counts = {word: sum(each.severity == word for each in self.findings) for word in ("problem", "warning", "note")}
         found = ", ".join(f"{count} {word}{'s' * (count > 1)}" for word, count in counts.items() if count)
         return "\n".join([*lines, found or "nothing to put right"])

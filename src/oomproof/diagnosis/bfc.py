@@ -17,7 +17,7 @@ _POOL = re.compile(
     rf"(?: available (?:size|bytes): ({_SIZE}))?"
 )
 _IN_USE = re.compile(rf"Sum Total of in-use chunks: ({_SIZE})")
-_STATS = re.compile(rf"^\W*(Limit|InUse|LargestFreeBlock): +({_SIZE})\s*$")
+_STATS = re.compile(rf"\b(Limit|InUse|LargestFreeBlock): {{2,}}({_SIZE})\s*$")
 _NAMES = {"Limit": "limit", "InUse": "in_use"}
 
 

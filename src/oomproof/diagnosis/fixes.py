@@ -13,6 +13,8 @@ from oomproof.units import DTYPE_BYTES, format_bytes
 _GUARD = "oomproof.guard(model)  # runs each batch in pieces that fit; batch size and result stay the same"
 _HALF = 'keras.mixed_precision.set_global_policy("mixed_bfloat16")  # activations take about half'
 _WHO = "nvidia-smi --query-compute-apps=pid,used_memory,process_name --format=csv  # who holds the card"
+# A first dimension beyond this is hardly a batch.
+_LARGEST_BATCH = 8192
 _ESTIMATE = "print(oomproof.estimate(model, batch_size))  # which layers take it, before anything runs"
 _PLAN = "print(oomproof.plan(model, batch_size))  # what would fit, and what each way costs"
 
@@ -55,7 +57,7 @@ def _pieces(facts: Facts) -> str:
         pieces *= 2
     why = f"{format_bytes(facts.requested)} asked, {format_bytes(free)} free: {pieces} pieces"
     batch = facts.shape[0] if facts.shape else 0
-    if batch >= pieces:
+    if pieces <= batch <= _LARGEST_BATCH:
         return (
             f"oomproof.fit(model, x, y, batch_size={batch}, micro_batch_size={batch // pieces})"
             f"  # {why}, if {batch} is the batch"
@@ -158,7 +160,7 @@ def _host(facts: Facts) -> tuple[str, ...]:
     if facts.raised_by == "kernel":
         found += [
             "dmesg -T | grep -i 'killed process'  # was it the OOM killer, and how large was the process?",
-            "cat /sys/fs/cgroup/memory.max  # the limit of the container; docker run --memory=64g, or Slurm's --mem=64G",
+            "cat /sys/fs/cgroup/memory.max  # the container's limit; docker run --memory=64g, or Slurm's --mem=64G",
         ]
     else:
         found.append("free -h  # how much there is; oomproof doctor shows limits of containers too")

@@ -70,10 +70,12 @@ def judge(scan: Scan, model: Any = None) -> Diagnosis:
     memory: Memory = root.pattern.memory  # type: ignore[assignment]
     cause, sure, why = _cause(scan, incident, asked, numbers, memory)
     named = {pid: size for pid, size in others.items() if pid}
-    facts = Facts(
-        cause, raised_by, memory, root.pattern.topic, asked.size, asked.shape, asked.dtype, numbers, named
-    )
-    shown = {label: numbers[name] for name, label in {**_SHOWN, "held_elsewhere": "held_elsewhere"}.items() if name in numbers}
+    facts = Facts(cause, raised_by, memory, root.pattern.topic, asked.size, asked.shape, asked.dtype, numbers, named)
+    shown = {
+        label: numbers[name]
+        for name, label in {**_SHOWN, "held_elsewhere": "held_elsewhere"}.items()
+        if name in numbers
+    }
     return Diagnosis(
         is_memory=True,
         memory=memory,
@@ -164,7 +166,8 @@ def _cause(
     if memory == "host":
         if progress.grew:
             first, last = progress.grew
-            text = f"Host memory grew from {format_bytes(first)} to {format_bytes(last)} until it ran out: something leaks."
+            grew = f"{format_bytes(first)} to {format_bytes(last)}"
+            text = f"Host memory grew from {grew} until it ran out: something leaks."
             return "leak-over-time", sure * 0.9, text
         return "host-ram", sure, f"The memory of the machine ran out{much}{_killed(root)}."
     if memory == "shm":
@@ -178,7 +181,8 @@ def _cause(
             "was asked for at once.",
             "too-big-single-tensor": f"A single request was larger than the device allows{much}.",
         }
-        return given, sure, texts.get(given or "", "Memory ran out, and the text does not say why.")  # type: ignore[return-value]
+        known: Cause = given  # type: ignore[assignment]
+        return known, sure, texts.get(known, "Memory ran out, and the text does not say why.")
     return _device_cause(scan, incident, asked, numbers, much)
 
 
@@ -197,38 +201,55 @@ def _device_cause(
     total = numbers.get("total") or numbers.get("limit")
     # A TPU says what the whole program takes; one buffer of it is what may be too big.
     single = numbers.get("piece") if root.pattern.name.startswith("tpu") else size
-    room = "" if total is None else f" of {format_bytes(total)}"
+    room = "" if total is None else f" the {format_bytes(total)}"
     if single and total and single >= _TOO_BIG * total:
-        return "too-big-single-tensor", sure, f"One request of {format_bytes(single)} is more than all there is{room}."
+        return (
+            "too-big-single-tensor",
+            sure,
+            f"One request of {format_bytes(single)} is more than{room} there are in all.",
+        )
     if (loose := _in_pieces(numbers, size, total)) is not None:
         text = f"{format_bytes(loose)} were free, but in pieces too small for {format_bytes(size or 0)}: fragmentation."
         return "fragmentation", sure * 0.9, text
     held = numbers.get("held_elsewhere", 0)
     if total and held >= _HELD * total:
-        return "held-elsewhere", sure * 0.95, f"{format_bytes(held)}{room} are held by something else on the device."
+        return "held-elsewhere", sure * 0.95, f"Something else on the device holds {format_bytes(held)} of{room}."
     if size and _not_given(numbers, size):
-        text = f"The allocator was allowed more, and the device did not give{much.replace(' asking for', '')}: something else holds it."
+        text = (
+            f"The allocator was allowed {format_bytes(size)} more, and the device did not give it: something holds it."
+        )
         return "held-elsewhere", sure * 0.75, text
     if "cuda-driver-allocation" in incident.hits and numbers.get("in_use", 0) < _FULL * (total or 1):
         text = "The device did not give what the framework wanted when it started: something else holds it."
         return "held-elsewhere", sure * 0.75, text
     if total is None and 0 < numbers.get("capacity", 0) < _SMALL_DEVICE:
-        text = f"The framework found only {format_bytes(numbers['capacity'])} when it started: something else holds the rest."
+        found = format_bytes(numbers["capacity"])
+        text = f"The framework found only {found} when it started: something else holds the rest."
         return "held-elsewhere", sure * 0.75, text
     progress = scan.progress
     if progress.grew:
         first, last = progress.grew
-        text = f"Memory grew from {format_bytes(first)} to {format_bytes(last)} while steps went through: something leaks."
+        text = (
+            f"Memory grew from {format_bytes(first)} to {format_bytes(last)} while steps went through: something leaks."
+        )
         return "leak-over-time", sure * 0.95, text
     if progress.fitted_before:
         text = "Steps like this one went through before, so something has been taking memory since, or sizes vary."
         return "leak-over-time", sure * 0.7, text
     used = numbers.get("in_use") or numbers.get("allocated") or 0
     if single and total and single >= _TOO_BIG_ALONE * total and single >= used:
-        return "too-big-single-tensor", sure * 0.75, f"One request of {format_bytes(single)} is most of all there is{room}."
+        return (
+            "too-big-single-tensor",
+            sure * 0.75,
+            f"One request of {format_bytes(single)} is most of{room} there are.",
+        )
     if single and total is None and single >= _TOO_BIG_ANYWHERE:
-        return "too-big-single-tensor", sure * 0.75, f"One request of {format_bytes(single)} is more than most devices have."
-    text = f"What the step needs in all is more than there is{room}: it failed{much}."
+        return (
+            "too-big-single-tensor",
+            sure * 0.75,
+            f"One request of {format_bytes(single)} is more than most devices have.",
+        )
+    text = f"What the step needs in all is more than{room or ' what'} there is: it failed{much}."
     return "steady-exhaustion", sure if total else sure * 0.75, text
 
 

@@ -68,7 +68,7 @@ def _in_model(parts: list[str], model: Any) -> str | None:
                 if names.count(name) == 1:
                     return name
                 within = [path for each, path in layers if each == name and _follows(path, parts)]
-                return within[0] if len(within) == 1 else name
+                return max(within, key=lambda path: path.count("/"), default=name)
     return None
 
 

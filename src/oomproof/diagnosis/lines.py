@@ -16,8 +16,17 @@ WIDTH = 4096
 _OVERLAP = 400
 _EVIDENCE = 240
 _ESCAPES = re.compile(
-    rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b\n]{0,1000}(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]|\xc2\x9b[0-?]*[ -/]*[@-~]"
+    rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b\n]{0,1000}(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]|"
+    rb"\xc2\x9b[0-?]*[ -/]*[@-~]"
 )
+_PREFIX = re.compile(
+    r"\s*(?:\[?(?:default|rank ?)\d+\]?:|\[\d+,\d+\]<std\w+>:|\([^()]{0,60}pid=\d+[^()]{0,60}\)|"
+    r"(?:stdout|stderr)(?: [FP]\b|:)|"
+    r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?|\d{1,3}: |"
+    r"\[?(?:INFO|WARNING|ERROR|CRITICAL|DEBUG)\]?\s*[:|-]?\s|\[\s*\d+\.\d+\]|"
+    r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ kernel:)\s*"
+)
+_PREFIXES = 4
 _BYTE_ORDERS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
 
@@ -90,15 +99,22 @@ def without_escapes(block: bytes) -> bytes:
     return _ESCAPES.sub(b"", block) if b"\x1b" in block or b"\x9b" in block else block
 
 
-def stretches(line: bytes) -> Iterator[bytes]:
-    """A line as it was last drawn (progress bars return to its start), in parts that are not too long."""
-    for part in line.split(b"\r"):
-        if len(part) <= WIDTH:
-            if part:
-                yield part
-            continue
-        for start in range(0, len(part), WIDTH - _OVERLAP):
-            yield part[start : start + WIDTH]
+def line_around(block: bytes, at: int) -> tuple[int, int]:
+    """(start, stop) of the line that a byte is in, or of a stretch of it where it is long.
+
+    Progress bars return to the start of a line, so that counts as an end too.
+    """
+    start = block.rfind(b"\n", 0, at) + 1
+    stop = block.find(b"\n", at)
+    stop = len(block) if stop < 0 else stop
+    start = max(start, block.rfind(b"\r", start, at) + 1)
+    if (cut := block.find(b"\r", at, stop)) >= 0:
+        stop = cut
+    if stop - start > WIDTH:
+        step = WIDTH - _OVERLAP
+        start += max(0, at - start - _OVERLAP) // step * step
+        stop = min(stop, start + WIDTH)
+    return start, stop
 
 
 def clean(part: bytes) -> str:
@@ -107,6 +123,16 @@ def clean(part: bytes) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(character for character in text if character.isprintable())
+
+
+def bare(line: str) -> str:
+    """A line without what launchers and loggers put before it: ranks, times, streams, process numbers."""
+    for _ in range(_PREFIXES):
+        found = _PREFIX.match(line)
+        if found is None or not found[0]:
+            break
+        line = line[found.end() :]
+    return line
 
 
 def shortened(text: str) -> str:

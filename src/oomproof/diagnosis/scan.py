@@ -13,10 +13,12 @@ from oomproof.diagnosis import lines
 from oomproof.diagnosis.bfc import Dump
 from oomproof.diagnosis.pattern import NUMBERS, Pattern, parse_size
 from oomproof.diagnosis.progress import Progress
-from oomproof.diagnosis.sources import DETAILS, MEANINGS, PATTERNS
+from oomproof.diagnosis.sources import DETAILS, MEANINGS
 
 # Progress is taken from the ends of blocks in which nothing happened.
 _SAMPLE = 4096
+# Blocks up to this size are looked at line by line.
+_SMALL = 1 << 16
 # Steps that must follow a failure before it counts as survived.
 _SURVIVED = 2
 _SURVIVED_AN_ERROR = 3
@@ -24,8 +26,54 @@ _SURVIVED_AN_ERROR = 3
 _NEAR = 400
 _PROCESS = re.compile(r"Process (\d{1,9}) has ([\d.]+ ?[KMGT]?i?B) memory in use", re.IGNORECASE)
 _CAPACITY = next(pattern for pattern in DETAILS if pattern.name == "tf-created-device")
-_KEYWORDS = re.compile("|".join(sorted({re.escape(pattern.keyword) for pattern in PATTERNS})))
-_FINDABLE = tuple(sorted({pattern.keyword.encode() for pattern in MEANINGS}))
+# Lines of a dump that may have lost its beginning, and of a framework that starts: they are looked at though they mean
+# nothing by themselves.
+# Each text that is looked for is a pass over the log, so keywords that share a word are looked for together.
+_STEMS: tuple[str, ...] = (
+    *(
+        "out of memory",
+        "shared memory",
+        "memory limit",
+        "to allocate",
+        "alloc_",
+        "error",
+        "kill",
+        "oom",
+        "exit",
+        "nccl",
+    ),
+    *("exhausted", "exception", "cudnn", "cublas", "signal", "code", "status", "disk", "kernel", "find a", "jax"),
+    *("scratch", "quota", "died", "shm", "tensor is", "errno", "137", "no space left", "0xc000"),
+)
+_ALSO = (b"inuse:", b"limit:  ", b"memory_limit_", b"mb memory")
+
+
+def _indexes() -> dict[bytes, tuple[int, ...]]:
+    """{text to look for: patterns that it may lead to}."""
+    found: dict[bytes, tuple[int, ...]] = dict.fromkeys(_ALSO, ())
+    for index, pattern in enumerate(MEANINGS):
+        for keyword in pattern.keywords:
+            stem = next((stem for stem in _STEMS if stem in keyword), keyword).encode()
+            if index not in found.get(stem, ()):
+                found[stem] = (*found.get(stem, ()), index)
+    return found
+
+
+_INDEXES = _indexes()
+
+
+def _candidates(block: bytes) -> list[tuple[int, int, set[int]]]:
+    """(start, stop, patterns that may match) of every line that holds a keyword, in order."""
+    lowered = block.lower()
+    found: dict[tuple[int, int], set[int]] = {}
+    for keyword, indexes in _INDEXES.items():
+        at = lowered.find(keyword)
+        while at >= 0:
+            span = lines.line_around(block, at)
+            found.setdefault(span, set()).update(indexes)
+            # The same word once more in the same line says nothing new.
+            at = lowered.find(keyword, max(span[1], at + 1))
+    return [(start, stop, indexes) for (start, stop), indexes in sorted(found.items())]
 
 
 @dataclasses.dataclass
@@ -82,30 +130,55 @@ class Scan:
         return self
 
     def _block(self, number: int, block: bytes) -> None:
-        lowered = block.lower()
-        self.anything = self.anything or not block.isspace()
-        if not self._near(number) and not any(keyword in lowered for keyword in _FINDABLE):
-            if len(block) > 4 * _SAMPLE:
-                # Nothing but progress in here, which only grows.
-                self._lines(number, block[:_SAMPLE])
-                self._lines(number + block.count(b"\n", 0, -_SAMPLE), block[-_SAMPLE:])
-                return
-        self._lines(number, block)
+        """Looks at the lines with keywords, at those near a failure, and for progress at the ends of the block.
 
-    def _lines(self, number: int, block: bytes) -> None:
-        for offset, line in enumerate(block.split(b"\n")):
-            for part in lines.stretches(line):
-                self._line(number + offset, lines.clean(part))
+        Most lines of a large log say nothing, so they are never cut out of their block.
+        """
+        self.anything = self.anything or not block.isspace()
+        everything = len(block) <= _SMALL
+        if not everything and not self._near(number):
+            self._plain(number, block[:_SAMPLE])
+        end = 0
+        for start, stop, indexes in _candidates(block):
+            if start >= end:
+                if everything or self._near(number):
+                    self._plain(number, block[end:start], near=not everything)
+                number += block.count(b"\n", end, start)
+            self._line(number, lines.clean(block[start:stop]), indexes, everything)
+            end = max(end, stop)
+        if everything or self._near(number):
+            self._plain(number, block[end:], near=not everything)
+        if not everything and not self._near(number):
+            self._plain(number + block.count(b"\n", end, -_SAMPLE), block[-_SAMPLE:])
+
+    def _plain(self, number: int, block: bytes, near: bool = False) -> None:
+        """Lines without keywords; only while a failure is near, if so wanted."""
+        start = 0
+        while start < len(block) and not (near and not self._near(number)):
+            stop = block.find(b"\n", start)
+            stop = len(block) if stop < 0 else stop
+            for part in block[start:stop].split(b"\r"):
+                if part:
+                    line = lines.clean(part[: lines.WIDTH])
+                    self._other_line(number, line, line.lower())
+            number += 1
+            start = stop + 1
 
     def _near(self, number: int) -> bool:
         return self.incident is not None and number - self.incident.last_line < _NEAR
 
-    def _line(self, number: int, line: str) -> None:
-        lowered = line.lower()
-        pattern, said = self._meaning(line, lowered) if _KEYWORDS.search(lowered) else (None, {})
-        if pattern is None:
+    def _line(self, number: int, line: str, indexes: set[int], everything: bool) -> None:
+        lowered, told = line.lower(), lines.bare(line)
+        for index in sorted(indexes):
+            pattern = MEANINGS[index]
+            said = pattern.search(told) if pattern.may_match(lowered) else None
+            if said is not None:
+                self._hit(number, line, lowered, pattern, said)
+                return
+        if everything or not indexes or self._near(number):
             self._other_line(number, line, lowered)
-            return
+
+    def _hit(self, number: int, line: str, lowered: str, pattern: Pattern, said: dict[str, Any]) -> None:
         if pattern.kind == "harmless":
             self.harmless = self.harmless or Hit(pattern, number, line, said)
             return
@@ -121,13 +194,6 @@ class Scan:
         incident.hits.setdefault(pattern.name, Hit(pattern, number, line, said))
         self._details(incident, number, line, lowered)
 
-    def _meaning(self, line: str, lowered: str) -> tuple[Pattern | None, dict[str, Any]]:
-        for pattern in MEANINGS:
-            said = pattern.search(line, lowered)
-            if said is not None:
-                return pattern, said
-        return None, {}
-
     def _other_line(self, number: int, line: str, lowered: str) -> None:
         incident = self.incident
         if self.dump.read(line):
@@ -136,7 +202,7 @@ class Scan:
             return
         if incident is not None and number - incident.last_line < _NEAR:
             self._details(incident, number, line, lowered)
-        elif "mb memory" in lowered and (said := _CAPACITY.search(line, lowered)):
+        elif "mb memory" in lowered and (said := _CAPACITY.search(line)):
             self.capacity = self.capacity or said["capacity"]
         if "bfc_allocator" in lowered:
             return
@@ -146,8 +212,9 @@ class Scan:
             incident.steps_after += 1
 
     def _details(self, incident: Incident, number: int, line: str, lowered: str) -> None:
+        told = lines.bare(line)
         for pattern in DETAILS:
-            said = pattern.search(line, lowered)
+            said = pattern.search(told) if pattern.may_match(lowered) else None
             if not said:
                 continue
             new = {name: value for name, value in said.items() if value is not None and name not in incident.details}
@@ -173,5 +240,7 @@ def numbers_of(incident: Incident, dump: Dump) -> dict[str, int]:
     found: dict[str, int] = {}
     said = [dump.numbers, incident.details, *(hit.said for hit in incident.hits.values())]
     for each in said:
-        found |= {name: size for name, size in each.items() if name in NUMBERS and size is not None and name not in found}
+        found |= {
+            name: size for name, size in each.items() if name in NUMBERS and size is not None and name not in found
+        }
     return found

@@ -89,7 +89,7 @@ PATTERNS = (
     Pattern(
         "shm-allocate",
         "failure",
-        "shared memory",
+        "shared memory|/dev/shm",
         r"unable to allocate shared memory|could not (?:create|allocate|resize) shared memory|insufficient shared memory|"
         r"out of shared memory|shared memory.{0,60}No space left on device|not enough (?:space|memory) in /dev/shm",
         "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",

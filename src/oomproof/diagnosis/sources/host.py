@@ -42,7 +42,7 @@ PATTERNS = (
     Pattern(
         "arrow",
         "failure",
-        "alloc",
+        "arrowmemoryerror|alloc of size|allocate of size",
         r"ArrowMemoryError|(?:malloc|realloc|alloc\w*) of size (?P<bytes>\d+) failed",
         "pyarrow.lib.ArrowMemoryError: malloc of size 8589934592 failed",
         "python",
@@ -72,7 +72,7 @@ PATTERNS = (
     Pattern(
         "hdf5",
         "failure",
-        "alloc",
+        "memory allocation failed|can't allocate|unable to allocate",
         r"(?:memory allocation failed|can't allocate (?:memory|image|dataset)|unable to allocate (?:memory|chunk))",
         "OSError: Can't read data (memory allocation failed for raw data chunk)",
         "python",
@@ -92,7 +92,7 @@ PATTERNS = (
     Pattern(
         "bad-alloc",
         "failure",
-        "bad_alloc",
+        "bad_alloc|bad allocation",
         r"std::bad_alloc|bad allocation",
         "terminate called after throwing an instance of 'std::bad_alloc'",
         "other",
@@ -112,7 +112,7 @@ PATTERNS = (
     Pattern(
         "rust-go",
         "failure",
-        "memory",
+        "memory allocation of|runtime: out of memory|heap out of memory",
         r"memory allocation of (?P<bytes>\d+) bytes failed|fatal error: runtime: out of memory|"
         r"FATAL ERROR: .{0,60}JavaScript heap out of memory",
         "memory allocation of 8589934592 bytes failed",
@@ -143,7 +143,7 @@ PATTERNS = (
     Pattern(
         "windows-no-memory",
         "failure",
-        "0xc000",
+        "0xc000|-10737418|-10737415",
         r"0xC0000017|0xC000012D|exit code -1073741801|exit code -1073741523",
         "Process finished with exit code -1073741801 (0xC0000017)",
         "kernel",
@@ -165,7 +165,7 @@ PATTERNS = (
     Pattern(
         "ray",
         "failure",
-        "memory",
+        "low on memory|ray.exceptions|memory monitor|usage threshold",
         r"(?:killed|kill).{0,60}node (?:was )?running low on memory|ray\.exceptions\.OutOfMemoryError|"
         r"memory monitor.{0,60}kill|node_ip.{0,60}memory usage threshold",
         "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
@@ -177,7 +177,7 @@ PATTERNS = (
     Pattern(
         "dask",
         "failure",
-        "memory",
+        "memory budget|killedworker",
         r"(?:Worker|nanny).{0,80}exceeded 9\d% memory budget|KilledWorker",
         "distributed.nanny - WARNING - Worker exceeded 95% memory budget. Restarting",
         "other",
@@ -187,7 +187,7 @@ PATTERNS = (
     Pattern(
         "notebook-ram",
         "failure",
-        "ram",
+        "crashed|died|restart",
         r"(?:session|kernel).{0,60}(?:crashed|died|restart\w*).{0,60}(?:using )?(?:all|too much|out of) (?:available )?(?:RAM|memory)",
         "Your session crashed after using all available RAM.",
         "kernel",
@@ -197,7 +197,7 @@ PATTERNS = (
     Pattern(
         "notebook-died",
         "failure",
-        "kernel",
+        "kernel appears|kernel has died|kernel crashed|kernel restarting|execute_request",
         r"(?:The )?kernel (?:appears to have|has) died|Canceled future for execute_request message before replies were done|"
         r"The Kernel crashed while executing code|Kernel Restarting",
         "The kernel appears to have died. It will restart automatically.",

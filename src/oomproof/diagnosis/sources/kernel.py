@@ -29,7 +29,7 @@ PATTERNS = (
     Pattern(
         "oom-killer-invoked",
         "failure",
-        "oom",
+        "oom-kill|oom_reaper|oom killer|memory cgroup out|oomd|earlyoom",
         r"invoked oom-killer|oom-kill:constraint|oom_reaper: reaped process|Memory cgroup out of memory|"
         r"Killed by OOM killer|systemd-oomd.{0,40}kill|oom-kill'|result 'oom-kill|earlyoom.{0,60}(?:sending|kill)",
         "python invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0",
@@ -40,7 +40,7 @@ PATTERNS = (
     Pattern(
         "slurm",
         "failure",
-        "oom",
+        "oom_kill|oom-kill|oom kill|out_of_memory|out-of-memory|killed by the cgroup",
         r"(?:slurm\w*|srun).{0,60}(?:oom.kill|OOM Kill|out.of.memory)|oom.kill event|State:? OUT_OF_MEMORY|"
         r"Some of (?:your processes|the step tasks) (?:may )?have been (?:killed by the cgroup|OOM)",
         "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=5512.batch.",
@@ -50,7 +50,7 @@ PATTERNS = (
     Pattern(
         "scheduler-limit",
         "failure",
-        "mem",
+        "memlimit|memory limit|memory request|exceeded limit|out_of_memory|resource: memory",
         r"TERM_MEMLIMIT|Exceeded (?:job|step) memory limit|job killed: v?mem \S+ exceeded limit|exceeded its memory limit|"
         r"exceed\w* (?:the )?memory (?:limit|request)|OUT_OF_MEMORY\s+0:125|memory limit exceeded|"
         r"low on resource: memory",
@@ -70,7 +70,7 @@ PATTERNS = (
     Pattern(
         "exit-137",
         "failure",
-        "137",
+        " 137|:137|=137|(137",
         r"exit(?:ed)?(?: with)?(?: a)?(?: non-zero)?(?: status| code| value|_?code|code)?\W{0,4}(?:status |code )?137\b|"
         r"returned? (?:non-zero )?(?:exit )?(?:code|status)?\W{0,3}137\b|Exit Code:\s*137\b|\bcode 137\b|status[ =:]+137\b",
         "Process finished with exit code 137 (interrupted by signal 9: SIGKILL)",
@@ -81,7 +81,7 @@ PATTERNS = (
     Pattern(
         "signal-9",
         "failure",
-        "kill",
+        "sigkill|signal 9|signal: 9|signal (9|signal: (9|signal: killed|signal number 9|signal number: 9",
         r"SIGKILL|signal(?: number)?:? ?\(?9\b|killed by signal 9|signal: killed|Signals\.SIGKILL",
         "torch.distributed.elastic: Signal 9 (SIGKILL) received by PID 771",
         *_KERNEL,
@@ -91,7 +91,7 @@ PATTERNS = (
     Pattern(
         "exit-minus-9",
         "failure",
-        "-9",
+        "code: -9|code -9|code=-9|returncode|exited with|status: -9|status -9|died with",
         r"exit ?code\w*:?\s*-9\b|returncode[ =:]*-9\b|exited with (?:code )?-9\b|exit status:? -9\b|died with.{0,30}-9\b",
         "failed (exitcode: -9) local_rank: 0 (pid: 771) of binary: python",
         *_KERNEL,

@@ -48,24 +48,13 @@ PATTERNS = (
     Pattern(
         "cudnn-no-algorithm",
         "hidden",
-        "algorithm",
+        "convolution algorithm|algorithm worked|find a suitable|find a valid|find an engine",
         r"Failed to get convolution algorithm|No algorithm worked!|Unable to find a (?:suitable|valid) (?:cuDNN )?algorithm|"
         r"unable to find an engine to execute this computation|GET was unable to find an engine",
         "UnknownError: Failed to get convolution algorithm. This is probably because cuDNN failed to initialize",
         "cudnn",
         cause="hidden-oom",
         sure=0.6,
-        weight=2.2,
-    ),
-    Pattern(
-        "cudnn-no-engine",
-        "hidden",
-        "unable to find an engine",
-        r"unable to find an engine to execute this computation",
-        "RuntimeError: GET was unable to find an engine to execute this computation",
-        "cudnn",
-        cause="hidden-oom",
-        sure=0.5,
         weight=2.2,
     ),
     Pattern(
@@ -91,7 +80,7 @@ PATTERNS = (
     Pattern(
         "blas-unsupported",
         "hidden",
-        "blas",
+        "blas support|launch failed",
         r"without BLAS support|Blas (?:x?GEMM\w*|SGEMM|GEMV) launch failed",
         "InternalError: Blas GEMM launch failed : a.shape=(64, 784), b.shape=(784, 128), m=64, n=128, k=784 [Op:MatMul]",
         "cublas",

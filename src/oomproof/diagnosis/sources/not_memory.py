@@ -45,7 +45,7 @@ HARMLESS = (
     Pattern(
         "rematerialization",
         "harmless",
-        "rematerialization",
+        "rematerialization|reduce memory use",
         r"Can't reduce memory use below|rematerialization.{0,80}memory",
         "Can't reduce memory use below 17.20GiB by rematerialization; only reduced to 20.05GiB",
     ),
@@ -59,7 +59,7 @@ HARMLESS = (
     Pattern(
         "allocator-setting",
         "harmless",
-        "alloc",
+        "tf_gpu_allocator|alloc_conf",
         r"(?:TF_GPU_ALLOCATOR|PYTORCH_(?:CUDA_)?ALLOC_CONF)\s*(?:=|is set)(?!.{0,120}(?:Tried|OOM))(?!.{0,20}to avoid)",
         "INFO PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     ),
@@ -83,20 +83,11 @@ PATTERNS = (
     Pattern(
         "illegal-access",
         "other",
-        "memory access",
+        "memory access|illegal_address|misaligned address|illegaladdress",
         r"illegal memory access|CUDA_ERROR_ILLEGAL_ADDRESS|misaligned address|cudaErrorIllegalAddress|"
         r"invalid memory access|Memory access fault",
         "RuntimeError: CUDA error: an illegal memory access was encountered",
         "torch",
-        topic="illegal",
-    ),
-    Pattern(
-        "illegal-address",
-        "other",
-        "illegal",
-        r"CUDA_ERROR_ILLEGAL_ADDRESS|cudaErrorIllegalAddress|CUDA_ERROR_ILLEGAL_INSTRUCTION|Illegal instruction",
-        "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered",
-        "other",
         topic="illegal",
     ),
     Pattern(
@@ -129,7 +120,7 @@ PATTERNS = (
     Pattern(
         "disk-full-others",
         "other",
-        "disk",
+        "disk quota|disk is full|on the disk|winerror 112|ephemeral-storage",
         r"Disk quota exceeded|There is not enough space on the disk|\[WinError 112\]|disk is full|database or disk is full|"
         r"low on resource: ephemeral-storage",
         "OSError: [Errno 122] Disk quota exceeded",
@@ -139,7 +130,7 @@ PATTERNS = (
     Pattern(
         "file-too-large",
         "other",
-        "file too large",
+        "file too large|errno 27",
         r"\[Errno 27\]|File too large",
         "OSError: [Errno 27] File too large",
         "python",
@@ -157,7 +148,7 @@ PATTERNS = (
     Pattern(
         "open-files",
         "other",
-        "too many open files",
+        "too many open files|errno 24",
         r"Too many open files|\[Errno 24\]",
         "OSError: [Errno 24] Too many open files: 'img_0999.png'",
         "python",
@@ -166,18 +157,9 @@ PATTERNS = (
     Pattern(
         "processes",
         "other",
-        "resource temporarily unavailable",
+        "resource temporarily unavailable|errno 11|start new thread",
         r"\[Errno 11\]|Resource temporarily unavailable|can't start new thread",
         "BlockingIOError: [Errno 11] Resource temporarily unavailable",
-        "python",
-        topic="processes",
-    ),
-    Pattern(
-        "threads",
-        "other",
-        "start new thread",
-        r"can't start new thread",
-        "RuntimeError: can't start new thread",
         "python",
         topic="processes",
     ),
@@ -222,7 +204,7 @@ PATTERNS = (
     Pattern(
         "nccl-timeout",
         "other",
-        "timeout",
+        "operation timeout|nccl",
         r"Watchdog caught collective operation timeout|collective operation timeout|NCCL.{0,60}timed? ?out",
         "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=88, OpType=ALLREDUCE)",
         "nccl",
@@ -232,7 +214,7 @@ PATTERNS = (
     Pattern(
         "recursion",
         "other",
-        "recursion",
+        "recursion|stack overflow",
         r"RecursionError|maximum recursion depth exceeded|stack overflow",
         "RecursionError: maximum recursion depth exceeded",
         "python",
@@ -240,7 +222,7 @@ PATTERNS = (
     Pattern(
         "memory-format",
         "other",
-        "memory",
+        "memory format|memory_format|memoryformat|memory layout|memoryview",
         r"(?:memory_?format|memory layout|memory format|memoryview)",
         "RuntimeError: Unsupported memory format option Preserve",
         "other",
@@ -262,7 +244,7 @@ LAST = (
     Pattern(
         "segmentation-fault",
         "other",
-        "segmentation fault",
+        "segmentation fault|sigsegv|access violation|exit code 139|0xc0000005",
         r"Segmentation fault|SIGSEGV|access violation|exit code 139|0xC0000005",
         "bash: line 1: 29285 Segmentation fault      python train.py",
         "other",
@@ -290,7 +272,7 @@ LAST = (
     Pattern(
         "jax-error",
         "other",
-        "jax",
+        "jax.errors|jaxlib|jax._src",
         r"(?:jax\.errors|jaxlib[\w.]*|jax\._src[\w.]*)\.\w+(?:Error|Exception)\b(?!.{0,10}RESOURCE_EXHAUSTED)",
         "jax.errors.TracerArrayConversionError: The numpy.ndarray conversion method __array__() was called on traced array",
         "jax",
@@ -299,8 +281,8 @@ LAST = (
     Pattern(
         "any-error",
         "other",
-        "error",
-        r"^\W*(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception)(?::|\s*$|\()",
+        "error|exception",
+        r"^(?:\[?rank ?\d+\]?)?\W*(?:[A-Za-z_][\w.]{0,100}\.)?[A-Z]\w{0,60}(?:Error|Exception)(?::|\s*$|\()",
         "ValueError: Input contains NaN, infinity or a value too large for dtype('float32').",
         "python",
         weight=0.5,

@@ -153,7 +153,7 @@ PATTERNS = (
     Pattern(
         "tf-scratch",
         "failure",
-        "scratch space",
+        "scratch space|scratch memory|workspace memory|workspace space",
         r"Failed to allocate (?:scratch|workspace) (?:space|memory)|Failed to allocate the required.{0,40}scratch space",
         "InternalError: Failed to allocate scratch space",
         "tensorflow",

@@ -31,7 +31,7 @@ PATTERNS = (
     Pattern(
         "torch-mps-bare",
         "failure",
-        "mps",
+        "mps backend|mps: out|kiogpucommandbuffer|insufficient memory",
         r"MPS backend out of memory|MPS: out of memory|kIOGPUCommandBufferCallbackErrorOutOfMemory|"
         r"MPS.{0,60}Insufficient Memory",
         "Error: command buffer exited with error status. Insufficient Memory "
@@ -104,7 +104,7 @@ PATTERNS = (
     Pattern(
         "torch-out-of-memory-error",
         "failure",
-        "out of memory",
+        "out of memory|cuda oom",
         r"(?:torch\.\S*OutOfMemoryError|OutOfMemoryError): .{0,40}out of memory|CUDA out of memory|CUDA OOM\b",
         "torch.cuda.OutOfMemoryError: CUDA out of memory.",
         "torch",

@@ -120,7 +120,7 @@ PATTERNS = (
         "xla-bytes-for",
         "failure",
         "failed to allocate",
-        r"Failed to allocate (?P<bytes>\d+) bytes(?! on host)",
+        r"(?<!memory\) )Failed to allocate (?P<bytes>\d+) bytes(?! on host)",
         "INTERNAL: Failed to allocate 2147483648 bytes for new constant",
         "xla",
         sure=0.9,
@@ -137,7 +137,7 @@ PATTERNS = (
     Pattern(
         "xla-size-in-device-memory",
         "failure",
-        "would exceed memory",
+        "would exceed memory|larger than the available|larger than the device",
         r"(?:would exceed memory|larger than the (?:available|device) memory).{0,60}?(?:size=|\bof )?(?P<bytes>\d+)?",
         "RESOURCE_EXHAUSTED: Allocation (size=34359738368) would exceed memory (size=17179869184) :: HLO temp",
         "xla",
