@@ -122,7 +122,9 @@ def _asked(incident: Incident, root: Hit) -> _Asked:
 
 def _raised_by(incident: Incident, root: Hit) -> str:
     raised_by = root.pattern.raised_by
-    if raised_by in ("xla", "tensorflow") and ("jax" in incident.details or "external/xla/" in root.text):
+    if raised_by in ("xla", "tensorflow") and (
+        "jax" in incident.details or ("external/xla/" in root.text or "external/org_tensorflow/" in root.text)
+    ):
         return "jax"
     return raised_by
 
@@ -198,7 +200,7 @@ def _device_cause(
 ) -> tuple[Cause, float, str]:
     root = incident.root
     sure, size = root.pattern.sure, asked.size
-    total = numbers.get("total") or numbers.get("limit")
+    total = numbers.get("limit") or numbers.get("total")
     # A TPU says what the whole program takes; one buffer of it is what may be too big.
     single = numbers.get("piece") if root.pattern.name.startswith("tpu") else size
     room = "" if total is None else f" the {format_bytes(total)}"

@@ -15,6 +15,7 @@ _ALL: tuple[Pattern, ...] = (
     *libraries.PATTERNS,
     *host.PATTERNS,
     *kernel.PATTERNS,
+    *host.LAST,
     *not_memory.LAST,
 )
 

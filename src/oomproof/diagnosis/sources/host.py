@@ -80,10 +80,22 @@ PATTERNS = (
         0.8,
     ),
     Pattern(
+        "gpu-bad-alloc",
+        "failure",
+        "bad_alloc",
+        r"(?:rmm|cuda|gpu).{0,60}bad_alloc|bad_alloc.{0,60}(?:CUDA|RMM|GPU)",
+        "MemoryError: std::bad_alloc: out_of_memory: CUDA error at: cuda_memory_resource.hpp",
+        "other",
+        "device",
+        "steady-exhaustion",
+        0.8,
+        weight=3.1,
+    ),
+    Pattern(
         "memory-error",
         "failure",
         "memoryerror",
-        r"(?:^|[\s\]:.])_?(?:Array)?MemoryError(?:\s*$|:|\b\()(?!.{0,40}(?:allow|handle|except))",
+        r"Cannot recover from MemoryErrors|(?:^|[\s\]:.'\"])_?(?:Array)?MemoryError(?:\s*$|:|\b\(|['\",])(?!.{0,40}(?:allow|handle|except))",
         "MemoryError",
         "python",
         *_HOST,
@@ -163,6 +175,27 @@ PATTERNS = (
         weight=2.7,
     ),
     Pattern(
+        "r-vector",
+        "failure",
+        "cannot allocate vector",
+        r"cannot allocate vector of size (?P<size>[\d.]+ ?[KMGT]b)",
+        "Error: cannot allocate vector of size 1.2 Gb",
+        "other",
+        *_HOST,
+        0.93,
+    ),
+    Pattern(
+        "joblib",
+        "failure",
+        "excessive memory usage",
+        r"excessive memory usage causing the Operating System to kill",
+        "TerminatedWorkerError: This could be caused by a segmentation fault while calling the function or by an excessive "
+        "memory usage causing the Operating System to kill the worker.",
+        "other",
+        *_HOST,
+        0.65,
+    ),
+    Pattern(
         "ray",
         "failure",
         "low on memory|ray.exceptions|memory monitor|usage threshold",
@@ -205,5 +238,46 @@ PATTERNS = (
         *_HOST,
         0.5,
         weight=1.2,
+    ),
+)
+
+# For what nobody has met yet. Counts less than anything that is known.
+LAST = (
+    Pattern(
+        "some-memory-with-a-size",
+        "failure",
+        "out of memory",
+        r"Out of memory allocating (?P<bytes>\d{1,3}(?:,\d{3})+) bytes",
+        "cupy.cuda.memory.OutOfMemoryError: Out of memory allocating 8,589,934,592 bytes (allocated so far: 0 bytes).",
+        "other",
+        "device",
+        sure=0.8,
+    ),
+    Pattern(
+        "some-device-memory",
+        "failure",
+        "out of memory|out_of_memory|outofmemory|not enough memory|insufficient memory|cudaerrormemoryallocation|of gpu memory",
+        r"cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY|"
+        r"\b(?:CUDA|GPU|device|VRAM|HBM|TPU|cuMem\w+|cudaMalloc\w*|HIP|OpenCL|Metal)\b.{0,120}(?:out[ _]?of[ _]?memory|"
+        r"(?:not enough|insufficient) memory)|(?:out[ _]?of[ _]?memory|(?:not enough|insufficient) memory|out of GPU memory)"
+        r".{0,80}\b(?:CUDA|GPU|device|VRAM|HBM|TPU)\b",
+        "numba.cuda.cudadrv.driver.CudaAPIError: [2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY",
+        "other",
+        "device",
+        sure=0.6,
+        weight=2.0,
+    ),
+    Pattern(
+        "some-memory",
+        "failure",
+        "out of memory|out-of-memory|outofmemory|not enough memory|insufficient memory|memory exhausted",
+        r"^\W*(?:fatal|error|out of memory)\b.{0,80}(?:out[ -]?of[ -]?memory|not enough memory|insufficient memory|memory "
+        r"exhausted)|\w*(?:Error|Exception|failed|fatal|abort\w*|crash\w*|terminated|killed)\b.{0,120}(?:out[ -]?of[ -]?memory|"
+        r"OutOfMemory|not enough memory|insufficient memory|memory exhausted)|^\W*out of memory\W*$",
+        "fatal error: out of memory",
+        "other",
+        *_HOST,
+        0.55,
+        weight=1.4,
     ),
 )

@@ -91,8 +91,8 @@ PATTERNS = (
     Pattern(
         "exit-minus-9",
         "failure",
-        "code: -9|code -9|code=-9|returncode|exited with|status: -9|status -9|died with",
-        r"exit ?code\w*:?\s*-9\b|returncode[ =:]*-9\b|exited with (?:code )?-9\b|exit status:? -9\b|died with.{0,30}-9\b",
+        " -9|=-9|:-9|(-9",
+        r"exit ?code\s*[:=]?\s*-9\b|returncode[ =:]*-9\b|exited with (?:code )?-9\b|exit status:? -9\b|died with.{0,30}-9\b",
         "failed (exitcode: -9) local_rank: 0 (pid: 771) of binary: python",
         *_KERNEL,
         0.75,

@@ -49,7 +49,7 @@ PATTERNS = (
         "cudnn-no-algorithm",
         "hidden",
         "convolution algorithm|algorithm worked|find a suitable|find a valid|find an engine",
-        r"Failed to get convolution algorithm|No algorithm worked!|Unable to find a (?:suitable|valid) (?:cuDNN )?algorithm|"
+        r"Failed to (?:get|determine best cudnn) convolution algorithm|No algorithm worked!|Unable to find a (?:suitable|valid) (?:cuDNN )?algorithm|"
         r"unable to find an engine to execute this computation|GET was unable to find an engine",
         "UnknownError: Failed to get convolution algorithm. This is probably because cuDNN failed to initialize",
         "cudnn",
@@ -101,8 +101,8 @@ PATTERNS = (
     Pattern(
         "cusolver-internal",
         "hidden",
-        "cusolver_status",
-        r"CUSOLVER_STATUS_(?:INTERNAL_ERROR|NOT_INITIALIZED)|cusolver error: CUSOLVER_STATUS_NOT",
+        "cusolver_status|gpusolver",
+        r"CUSOLVER_STATUS_(?:INTERNAL_ERROR|NOT_INITIALIZED)|gpusolver\w*Create\w*\(.{0,20}\) failed",
         "RuntimeError: cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`",
         "other",
         cause="hidden-oom",
@@ -117,6 +117,16 @@ PATTERNS = (
         "other",
         cause="hidden-oom",
         sure=0.7,
+    ),
+    Pattern(
+        "blas-algorithms",
+        "hidden",
+        "getblasgemmalgorithms",
+        r"RET_CHECK failure.{0,200}GetBlasGemmAlgorithms",
+        "INTERNAL: RET_CHECK failure (gemm_algorithm_picker.cc:327) stream->parent()->GetBlasGemmAlgorithms(stream)",
+        "cublas",
+        cause="hidden-oom",
+        sure=0.65,
     ),
     Pattern(
         "nccl-out-of-memory",

@@ -24,7 +24,7 @@ HARMLESS = (
         "autotuner",
         "harmless",
         "autotun",
-        r"(?:autotun\w+|algorithm picker).{0,160}(?:skipping|not enough (?:free )?memory|out of memory|falling back|scratch)",
+        r"^(?!.*RuntimeError).*(?:autotun\w+|algorithm picker).{0,160}(?:skipping|not enough (?:free )?memory|out of memory|falling back|scratch)",
         "Autotuning: skipping a configuration, out of memory",
     ),
     Pattern(
@@ -60,7 +60,7 @@ HARMLESS = (
         "allocator-setting",
         "harmless",
         "tf_gpu_allocator|alloc_conf",
-        r"(?:TF_GPU_ALLOCATOR|PYTORCH_(?:CUDA_)?ALLOC_CONF)\s*(?:=|is set)(?!.{0,120}(?:Tried|OOM))(?!.{0,20}to avoid)",
+        r"^(?!.*(?:out of memory|\bOOM\b)).*(?:TF_GPU_ALLOCATOR|PYTORCH_(?:CUDA_)?ALLOC_CONF)\s*(?:=|is set)",
         "INFO PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     ),
     Pattern(
@@ -185,8 +185,8 @@ PATTERNS = (
         "rate-limit",
         "other",
         "exhausted",
-        r"(?:RESOURCE_EXHAUSTED|ResourceExhausted).{0,80}(?:rate limit|too many requests|per minute|requests per|429)|"
-        r"429.{0,40}RESOURCE_EXHAUSTED",
+        r"(?:RESOURCE_EXHAUSTED|ResourceExhausted).{0,80}(?:rate limit|too many requests|per minute|requests per|\b429\b)|"
+        r"\b429\b.{0,40}RESOURCE_EXHAUSTED",
         "RESOURCE_EXHAUSTED: rate limit, too many requests",
         "other",
         topic="quota",
@@ -195,7 +195,7 @@ PATTERNS = (
         "tf-end-of-quota",
         "other",
         "exhausted",
-        r"(?:no more|ran out of|exhausted).{0,20}(?:gpus?|tpus?|capacity|resources? (?:pool|in zone))|"
+        r"(?:no more|POOL_EXHAUSTED).{0,20}(?:gpus?|tpus?|capacity|resources?)\b(?! memory)|"
         r"does not have enough resources available",
         "ZONE_RESOURCE_POOL_EXHAUSTED: the zone does not have enough resources available; exhausted capacity",
         "other",

@@ -171,6 +171,15 @@ PATTERNS = (
         sure=0.8,
     ),
     Pattern(
+        "tf-ran-out-of-gpu-memory",
+        "failure",
+        "out of gpu memory",
+        r"Ran out of GPU memory when allocating (?P<bytes>\d+) bytes",
+        "ResourceExhaustedError: Ran out of GPU memory when allocating 134217728 bytes for",
+        "tensorflow",
+        sure=0.9,
+    ),
+    Pattern(
         "tf-node",
         "detail",
         "node",

@@ -105,10 +105,26 @@ PATTERNS = (
         "torch-out-of-memory-error",
         "failure",
         "out of memory|cuda oom",
-        r"(?:torch\.\S*OutOfMemoryError|OutOfMemoryError): .{0,40}out of memory|CUDA out of memory|CUDA OOM\b",
+        r"(?:torch\.\S*|(?<![\w.]))OutOfMemoryError: .{0,40}out of memory|CUDA out of memory|CUDA OOM\b",
         "torch.cuda.OutOfMemoryError: CUDA out of memory.",
         "torch",
         sure=0.75,
+    ),
+    Pattern(
+        "directml",
+        "failure",
+        "gpu video memory",
+        r"Could not allocate tensor with (?P<bytes>\d+) bytes\. There is not enough GPU video memory",
+        "RuntimeError: Could not allocate tensor with 67108864 bytes. There is not enough GPU video memory available!",
+        "torch",
+        sure=0.9,
+    ),
+    Pattern(
+        "torch-allowed",
+        "detail",
+        " allowed",
+        rf"(?P<limit>{_SIZE}) allowed",
+        "(GPU 0; 23.69 GiB total capacity; 1.00 GiB already allocated; 22.00 GiB free; 2.37 GiB allowed; 1.10 GiB reserved",
     ),
     Pattern(
         "torch-capacity",
@@ -122,7 +138,7 @@ PATTERNS = (
         "detail",
         "total capacity;",
         rf"\(GPU \d+; (?P<total>{_SIZE}) total capacity; (?P<allocated>{_SIZE}) already allocated; (?P<free>{_SIZE}) free"
-        rf"(?:; (?P<reserved>{_SIZE}) (?:reserved in total by PyTorch|cached))?",
+        rf"(?:; {_SIZE} allowed)?(?:; (?P<reserved>{_SIZE}) (?:reserved in total by PyTorch|cached))?",
         "(GPU 0; 15.78 GiB total capacity; 13.10 GiB already allocated; 1.20 GiB free; 13.90 GiB reserved in total by "
         "PyTorch)",
     ),
