@@ -122,11 +122,11 @@ def _asked(incident: Incident, root: Hit) -> _Asked:
 
 def _raised_by(incident: Incident, root: Hit) -> str:
     raised_by = root.pattern.raised_by
-    if raised_by in ("xla", "tensorflow") and (
-        "jax" in incident.details or ("external/xla/" in root.text or "external/org_tensorflow/" in root.text)
-    ):
-        return "jax"
-    return raised_by
+    # TensorFlow writes of the same files as local_xla.
+    told = any(
+        path in hit.text for hit in incident.hits.values() for path in ("external/xla/", "external/org_tensorflow/")
+    )
+    return "jax" if raised_by in ("xla", "tensorflow") and ("jax" in incident.details or told) else raised_by
 
 
 def _others(incident: Incident, numbers: dict[str, int]) -> dict[int, int]:

@@ -105,6 +105,9 @@ class Incident:
     @property
     def root(self) -> Hit:
         """The first of the lines that say most."""
+        frame = self.hits.get("shm-frame")
+        if frame is not None and "disk" in self.hits:
+            return frame
         return max(self.hits.values(), key=lambda hit: (hit.pattern.counts, -hit.line))
 
 

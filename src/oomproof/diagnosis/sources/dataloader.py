@@ -123,6 +123,19 @@ PATTERNS = (
         weight=3.1,
     ),
     Pattern(
+        # A frame of a traceback. A device without space is then the shared memory.
+        "shm-frame",
+        "soft",
+        "shared_memory.py",
+        r"multiprocessing[/\\]shared_memory\.py\W+line \d+",
+        '  File "/usr/lib/python3.11/multiprocessing/shared_memory.py", line 107, in __init__',
+        "python",
+        _SHM,
+        _SHM,
+        0.85,
+        weight=0.1,
+    ),
+    Pattern(
         "plasma",
         "failure",
         "object store",

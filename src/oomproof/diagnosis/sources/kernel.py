@@ -40,8 +40,8 @@ PATTERNS = (
     Pattern(
         "slurm",
         "failure",
-        "oom_kill|oom-kill|oom kill|out_of_memory|out-of-memory|killed by the cgroup",
-        r"(?:slurm\w*|srun).{0,60}(?:oom.kill|OOM Kill|out.of.memory)|oom.kill event|State:? OUT_OF_MEMORY|"
+        "oom_kill|oom-kill|oom kill|out_of_me|out-of-memory|out of memory|killed by the cgroup",
+        r"(?:slurm\w*|srun|JOB|task).{0,120}(?:oom.kill|OOM Kill|out.of.memory)|\bOUT_OF_ME\+|oom.kill event|State:? OUT_OF_MEMORY|"
         r"Some of (?:your processes|the step tasks) (?:may )?have been (?:killed by the cgroup|OOM)",
         "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=5512.batch.",
         *_KERNEL,
