@@ -3,7 +3,7 @@
     python benchmarks/explain/large_log.py [BYTES]
 
 Three logs: progress of a long run with the failure at its very end; the same with a line about memory in each step,
-which is the worst case for a filter on words; and one endless line.
+with words that failures have too, which is the worst case for a filter on words; and one endless line.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def progress(number: int) -> bytes:
 
 
 def memory(number: int) -> bytes:
-    return b"2026-01-01 12:00:00,000 INFO epoch 1 step %d loss 0.41 memory allocated 11.2 GB, no error\n" % number
+    return b"2026-01-01 12:00:00,000 INFO epoch 1 step %d loss 0.41 memory allocated 11.2 GB, exit status 0\n" % number
 
 
 def endless(number: int) -> bytes:

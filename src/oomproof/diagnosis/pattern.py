@@ -68,8 +68,9 @@ class Pattern:
     Attributes:
         name: Its name, unique.
         kind: What such a line is.
-        keyword: Text in small letters that every such line holds, or several, with "|" between them, of which it holds
-            one. Lines without any keyword are not looked at twice.
+        keyword: Text, in small letters, that every such line holds, or several, with "|" between them, of which it
+            holds one. Lines without any keyword are not looked at twice. A keyword with capital letters is looked
+            for as it is: "error" is in every line that shows a mean squared error, "Error" is not.
         regex: What is searched for, whatever the case of its letters.
         example: A line that it matches.
         raised_by: Who wrote it.
@@ -102,7 +103,7 @@ class Pattern:
 
     @functools.cached_property
     def keywords(self) -> tuple[str, ...]:
-        return tuple(self.keyword.split("|"))
+        return tuple(self.keyword.lower().split("|"))
 
     def may_match(self, lowered: str) -> bool:
         """Whether a line in small letters holds a keyword."""

@@ -36,13 +36,12 @@ _STEMS: tuple[str, ...] = (
         "memory limit",
         "to allocate",
         "alloc_",
-        "error",
         "kill",
         "oom",
         "exit",
         "nccl",
     ),
-    *("exhausted", "exception", "cudnn", "cublas", "signal", "code", "status", "disk", "kernel", "find a", "jax"),
+    *("exhausted", "cudnn", "cublas", "signal", "code", "status", "disk", "kernel", "find a", "jax"),
     *("scratch", "quota", "died", "shm", "tensor is", "errno", "137", "no space left", "0xc000"),
 )
 _ALSO = (b"inuse:", b"limit:  ", b"memory_limit_", b"mb memory")
@@ -52,7 +51,7 @@ def _indexes() -> dict[bytes, tuple[int, ...]]:
     """{text to look for: patterns that it may lead to}."""
     found: dict[bytes, tuple[int, ...]] = dict.fromkeys(_ALSO, ())
     for index, pattern in enumerate(MEANINGS):
-        for keyword in pattern.keywords:
+        for keyword in pattern.keyword.split("|"):
             stem = next((stem for stem in _STEMS if stem in keyword), keyword).encode()
             if index not in found.get(stem, ()):
                 found[stem] = (*found.get(stem, ()), index)
@@ -67,12 +66,13 @@ def _candidates(block: bytes) -> list[tuple[int, int, set[int]]]:
     lowered = block.lower()
     found: dict[tuple[int, int], set[int]] = {}
     for keyword, indexes in _INDEXES.items():
-        at = lowered.find(keyword)
+        text = lowered if keyword == keyword.lower() else block
+        at = text.find(keyword)
         while at >= 0:
             span = lines.line_around(block, at)
             found.setdefault(span, set()).update(indexes)
             # The same word once more in the same line says nothing new.
-            at = lowered.find(keyword, max(span[1], at + 1))
+            at = text.find(keyword, max(span[1], at + 1))
     return [(start, stop, indexes) for (start, stop), indexes in sorted(found.items())]
 
 
@@ -171,10 +171,10 @@ class Scan:
         return self.incident is not None and number - self.incident.last_line < _NEAR
 
     def _line(self, number: int, line: str, indexes: set[int], everything: bool) -> None:
-        lowered, told = line.lower(), lines.bare(line)
+        lowered, told = line.lower(), ""
         for index in sorted(indexes):
             pattern = MEANINGS[index]
-            said = pattern.search(told) if pattern.may_match(lowered) else None
+            said = pattern.search(told := told or lines.bare(line)) if pattern.may_match(lowered) else None
             if said is not None:
                 self._hit(number, line, lowered, pattern, said)
                 return

@@ -308,7 +308,7 @@ LAST = (
     Pattern(
         "any-error",
         "other",
-        "error|exception",
+        "Error|Exception",
         r"^(?:\[?rank ?\d+\]?)?\W*(?:[A-Za-z_][\w.]{0,100}\.)?[A-Z]\w{0,60}(?:Error|Exception)(?::|\s*$|\()",
         "ValueError: Input contains NaN, infinity or a value too large for dtype('float32').",
         "python",
