@@ -127,6 +127,10 @@ def clean(part: bytes) -> str:
 
 def bare(line: str) -> str:
     """A line without what launchers and loggers put before it: ranks, times, streams, process numbers."""
+    if "&" in line:
+        # A log that was copied from a page. Brackets stay as they are: nothing becomes markup here.
+        for name, letter in (("&#39;", "'"), ("&#x27;", "'"), ("&apos;", "'"), ("&quot;", '"')):
+            line = line.replace(name, letter)
     for _ in range(_PREFIXES):
         found = _PREFIX.match(line)
         if found is None or not found[0]:

@@ -95,7 +95,7 @@ PATTERNS = (
         "memory-error",
         "failure",
         "memoryerror",
-        r"Cannot recover from MemoryErrors|(?:^|[\s\]:.'\"])_?(?:Array)?MemoryError(?:\s*$|:|\b\(|['\",])(?!.{0,40}(?:allow|handle|except))",
+        r"Cannot recover from MemoryErrors|(?<!except)(?:^|[\s\]:.'\"])_?(?:Array)?MemoryError(?:\s*$|:|\b\(|['\",])(?!.{0,40}(?:allow|handle|except))",
         "MemoryError",
         "python",
         *_HOST,

@@ -72,7 +72,7 @@ PATTERNS = (
         "failure",
         " 137|:137|=137|(137",
         r"exit(?:ed)?(?: with)?(?: a)?(?: non-zero)?(?: status| code| value|_?code|code)?\W{0,4}(?:status |code )?137\b|"
-        r"returned? (?:non-zero )?(?:exit )?(?:code|status)?\W{0,3}137\b|Exit Code:\s*137\b|\bcode 137\b|status[ =:]+137\b",
+        r"returned? (?:non-zero )?(?:exit )?(?:code|status)?\W{0,3}137\b|Exit Code:\s*137\b|\bcode 137\b|return ?code\W{0,3}137\b|status[ =:]+137\b",
         "Process finished with exit code 137 (interrupted by signal 9: SIGKILL)",
         *_KERNEL,
         0.8,
@@ -81,8 +81,8 @@ PATTERNS = (
     Pattern(
         "signal-9",
         "failure",
-        "sigkill|signal 9|signal: 9|signal (9|signal: (9|signal: killed|signal number 9|signal number: 9",
-        r"SIGKILL|signal(?: number)?:? ?\(?9\b|killed by signal 9|signal: killed|Signals\.SIGKILL",
+        "sigkill|status=9/kill|signal 9|signal: 9|signal (9|signal: (9|signal: killed|signal number 9|signal number: 9",
+        r"SIGKILL|status=9/KILL|signal(?: number)?:? ?\(?9\b|killed by signal 9|signal: killed|Signals\.SIGKILL",
         "torch.distributed.elastic: Signal 9 (SIGKILL) received by PID 771",
         *_KERNEL,
         0.75,

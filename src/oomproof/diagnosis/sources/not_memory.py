@@ -8,10 +8,17 @@ HARMLESS = (
     Pattern(
         "not-a-failure",
         "harmless",
-        "not a failure",
-        r"caller indicates that this is not a failure",
+        "not a failure|freed_by_count",
+        r"caller indicates that this is not a failure|with freed_by_count=\d+",
         "ran out of memory trying to allocate 2.05GiB with freed_by_count=0. The caller indicates that this is not a "
         "failure, but this may mean that there could be performance gains if more memory were available.",
+    ),
+    Pattern(
+        "tcmalloc",
+        "harmless",
+        "large alloc",
+        r"tcmalloc: large alloc",
+        "tcmalloc: large alloc 17179869184 bytes == 0x55d0c0000000 @  0x7f0000000000",
     ),
     Pattern(
         "ten-percent",

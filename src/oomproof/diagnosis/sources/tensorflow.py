@@ -215,6 +215,20 @@ PATTERNS = (
         "by allocator GPU_0_bfc [Op:Conv2D] name:",
     ),
     Pattern(
+        "tf-wrapped-op",
+        "detail",
+        "__wrapped__",
+        r"function_node __wrapped__(?P<op>\w+?)_device_",
+        "{{function_node __wrapped__Fill_device_/job:localhost/replica:0/task:0/device:GPU:0}} OOM when allocating tensor",
+    ),
+    Pattern(
+        "tf-node-line",
+        "detail",
+        "node: '",
+        r"^\W*Node: '(?P<op>[^']+)'",
+        "Node: 'unet/conv2d_17/Conv2D'",
+    ),
+    Pattern(
         "keras-layer",
         "detail",
         "exception encountered when calling",
