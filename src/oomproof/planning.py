@@ -122,8 +122,7 @@ def make(request: Request, ways: Sequence[Way]) -> Plan:
     options = [option for way in ways for option in _options(request, own, way)]
     taken = _best(request, options)
     if taken is None:
-        least = min(option.predicted for option in options)
-        raise CannotFitError(_refusal(request, own, options), diagnosis=_short(request, least))
+        raise CannotFitError(_refusal(request, own, options), diagnosis=_short(request, options))
     chain = taken.way.chain
     return Plan(
         micro_batch_size=taken.micro if taken.pieces > 1 else None,
@@ -141,9 +140,10 @@ def make(request: Request, ways: Sequence[Way]) -> Plan:
     )
 
 
-def _short(request: Request, least: int) -> Diagnosis:
+def _short(request: Request, options: Sequence[_Option]) -> Diagnosis:
+    tried = [option for option in options if option.levers <= request.allowed] or options
     return short_of(
-        least,
+        math.ceil(min(option.predicted for option in tried) * request.margin),
         request.limit,
         "Nothing that is allowed fits.",
         f"print(oomproof.max_batch_size(model, memory={request.limit}))  # the largest batch that does",

@@ -1,7 +1,6 @@
 """What each framework prints when it really runs out of memory, explained. One child process each."""
 
 import os
-import resource
 import subprocess
 import sys
 
@@ -20,12 +19,13 @@ CHILDREN = {
 
 def test_what_a_framework_prints():
     code, extra, limit = CHILDREN[BACKEND]
+    if limit is not None:
+        code = f"import resource\nresource.setrlimit(resource.RLIMIT_DATA, ({limit}, {limit}))\n{code}"
     answer = subprocess.run(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, "JAX_PLATFORMS": "cpu", **extra},
-        preexec_fn=limit and (lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))),
         timeout=120,
         check=False,
     )
