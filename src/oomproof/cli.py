@@ -247,7 +247,7 @@ def explain(
 
     if file == "-":
         found = oomproof.explain(sys.stdin.buffer)
-    elif not pathlib.Path(file).is_file():
+    elif not pathlib.Path(file).exists() or pathlib.Path(file).is_dir():
         raise ValueError(f"Expected a log to read, or - for standard input. There is no file {file!r}.")
     else:
         found = oomproof.explain(pathlib.Path(file))

@@ -276,3 +276,16 @@ def test_refusals_carry_a_diagnosis() -> None:
         assert refused.diagnosis.is_memory
         assert refused.diagnosis.cause == "steady-exhaustion"
     assert oomproof.CannotFitError("no numbers").diagnosis is None
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_a_line_that_a_terminal_wrapped(width: int) -> None:
+    text = "RuntimeError: " + torch_text().split(": ", 1)[1]
+    words, rows = text.split(), [""]
+    for word in words:
+        if len(rows[-1]) + len(word) >= width:
+            rows.append("")
+        rows[-1] = f"{rows[-1]} {word}".strip()
+    found = oomproof.explain("\n".join(rows))
+    assert (found.requested_bytes, found.cause) == (2 * GIB, "steady-exhaustion")
+    assert found.numbers["total"] == parse_size("23.69 GiB")

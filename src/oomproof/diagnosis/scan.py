@@ -24,6 +24,10 @@ _SURVIVED = 2
 _SURVIVED_AN_ERROR = 3
 # How many lines after a failure may say more about it.
 _NEAR = 400
+# After so many lines of one incident, more of them say nothing new.
+_ENOUGH = 500
+# Into how many more lines a terminal may have wrapped one.
+_WRAPPED = 4
 _PROCESS = re.compile(r"Process (\d{1,9}) has ([\d.]+ ?[KMGT]?i?B) memory in use", re.IGNORECASE)
 _CAPACITY = next(pattern for pattern in DETAILS if pattern.name == "tf-created-device")
 # Lines of a dump that may have lost its beginning, and of a framework that starts: they are looked at though they mean
@@ -95,7 +99,11 @@ class Incident:
     detail_lines: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     processes: dict[int, int] = dataclasses.field(default_factory=dict)
     last_line: int = 0
+    count: int = 0
     steps_after: int = 0
+    # The last line of a failure with those after it, as far as a terminal may have wrapped it.
+    wrapped: str = ""
+    wrapped_hit: Hit | None = None
 
     @property
     def survived(self) -> bool:
@@ -194,8 +202,11 @@ class Scan:
             self.dump = Dump()
         incident.last_line = number
         incident.steps_after = 0
-        incident.hits.setdefault(pattern.name, Hit(pattern, number, line, said))
-        self._details(incident, number, line, lowered)
+        hit = incident.hits.setdefault(pattern.name, Hit(pattern, number, line, said))
+        incident.wrapped, incident.wrapped_hit = line, hit
+        incident.count += 1
+        if incident.count <= _ENOUGH:
+            self._details(incident, number, line, lowered)
 
     def _other_line(self, number: int, line: str, lowered: str) -> None:
         incident = self.incident
@@ -205,6 +216,8 @@ class Scan:
             return
         if incident is not None and number - incident.last_line < _NEAR:
             self._details(incident, number, line, lowered)
+            if 0 < number - incident.last_line <= _WRAPPED and incident.count <= _ENOUGH:
+                self._unwrap(incident, line)
         elif "mb memory" in lowered and (said := _CAPACITY.search(line)):
             self.capacity = self.capacity or said["capacity"]
         if "bfc_allocator" in lowered:
@@ -213,6 +226,25 @@ class Scan:
             self.progress.read_figure(number, line, lowered)
         if self.progress.read(line, lowered) and incident is not None:
             incident.steps_after += 1
+
+    def _unwrap(self, incident: Incident, line: str) -> None:
+        """Reads on where a terminal may have cut a line."""
+        incident.wrapped = f"{incident.wrapped} {line.strip()}"[: lines.WIDTH]
+        hit = incident.wrapped_hit
+        assert hit is not None
+        told, lowered = lines.bare(incident.wrapped), incident.wrapped.lower()
+        for pattern in MEANINGS:
+            # A part of a line may be taken for less than the whole of it is.
+            alike = (pattern.raised_by, pattern.memory, pattern.kind) == (
+                hit.pattern.raised_by,
+                hit.pattern.memory,
+                hit.pattern.kind,
+            )
+            said = pattern.search(told) if alike and pattern.may_match(lowered) else None
+            for name, value in (said or {}).items():
+                if hit.said.get(name) is None:
+                    hit.said[name] = value
+        self._details(incident, incident.last_line, incident.wrapped, lowered)
 
     def _details(self, incident: Incident, number: int, line: str, lowered: str) -> None:
         told = lines.bare(line)
