@@ -32,22 +32,36 @@ _PROCESS = re.compile(r"Process (\d{1,9}) has ([\d.]+ ?[KMGT]?i?B) memory in use
 _CAPACITY = next(pattern for pattern in DETAILS if pattern.name == "tf-created-device")
 # Lines of a dump that may have lost its beginning, and of a framework that starts: they are looked at though they mean
 # nothing by themselves.
-# Each text that is looked for is a pass over the log, so keywords that share a word are looked for together.
+# Each text that is looked for is a pass over the log. Keywords that share a rare word are looked for together, by that
+# word; those that share a common one only where that is found at all.
 _STEMS: tuple[str, ...] = (
-    *(
-        "out of memory",
-        "shared memory",
-        "memory limit",
-        "to allocate",
-        "alloc_",
-        "kill",
-        "oom",
-        "exit",
-        "nccl",
-    ),
-    *("exhausted", "cudnn", "cublas", "signal", "code", "status", "disk", "kernel", "find a", "jax"),
-    *("scratch", "quota", "died", "shm", "tensor is", "errno", "137", "no space left", "0xc000"),
+    "out of memory",
+    "shared memory",
+    "to allocate",
+    "kill",
+    "oom",
+    "nccl",
+    "exhausted",
+    "cudnn",
+    "cublas",
+    "errno",
 )
+_STEMS += ("137", "0xc000", "no space left", "quota", "shm", "jax")
+_GATES: tuple[bytes, ...] = (
+    b"memory",
+    b"alloc",
+    b"error",
+    b"exit",
+    b"status",
+    b"signal",
+    b"code",
+    b"kernel",
+    b"disk",
+    b"died",
+    b"mps",
+    b"find",
+)
+_GATES += (b"larger than", b"limit", b"address", b"fault", b"too ", b"size", b"inuse")
 _ALSO = (b"inuse:", b"limit:  ", b"memory_limit_", b"mb memory")
 
 
@@ -63,15 +77,17 @@ def _indexes() -> dict[bytes, tuple[int, ...]]:
 
 
 _INDEXES = _indexes()
+_GATE_OF = {keyword: next((gate for gate in _GATES if gate in keyword), None) for keyword in _INDEXES}
 
 
 def _candidates(block: bytes) -> list[tuple[int, int, set[int]]]:
     """(start, stop, patterns that may match) of every line that holds a keyword, in order."""
     lowered = block.lower()
     found: dict[tuple[int, int], set[int]] = {}
+    open_gates = {gate for gate in _GATES if gate in lowered}
     for keyword, indexes in _INDEXES.items():
         text = lowered if keyword == keyword.lower() else block
-        at = text.find(keyword)
+        at = text.find(keyword) if _GATE_OF[keyword] is None or _GATE_OF[keyword] in open_gates else -1
         while at >= 0:
             span = lines.line_around(block, at)
             found.setdefault(span, set()).update(indexes)
