@@ -98,7 +98,9 @@ def judge(scan: Scan, model: Any = None) -> Diagnosis:
 
 
 def _asked(incident: Incident, root: Hit) -> _Asked:
-    said = [root.said, *(hit.said for hit in incident.hits.values() if hit.pattern.kind not in ("other", "harmless"))]
+    # What was asked of another memory is another matter.
+    alike = [hit for hit in incident.hits.values() if hit.pattern.memory == root.pattern.memory]
+    said = [root.said, *(hit.said for hit in alike if hit.pattern.kind != "other")]
     details = incident.details
 
     def first(*names: str) -> Any:
