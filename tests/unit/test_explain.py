@@ -166,6 +166,13 @@ def test_a_failure_after_one_that_was_survived_counts() -> None:
     assert (found.memory, found.evidence[0].line) == ("host", 7)
 
 
+def test_bars_of_downloads_are_no_steps() -> None:
+    download = "170498071/170498071 [==============================] - 4s 0us/step\n"
+    assert oomproof.explain(download + torch_text()).cause == "steady-exhaustion"
+    steps = "".join(f"{step}/782 [=====>........] - ETA: 40s - loss: 0.9\n" for step in range(1, 300))
+    assert oomproof.explain(steps + torch_text()).cause == "leak-over-time"
+
+
 # Exceptions
 
 

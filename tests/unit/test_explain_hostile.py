@@ -109,6 +109,7 @@ def test_dressed_up_the_same(cause: str) -> None:
     assert same(oomproof.explain("\n".join(f"\x1b[31m{line}\x1b[0m" for line in text.split("\n"))))
     assert same(oomproof.explain("\n".join(f"[rank0]: {line}" for line in text.split("\n"))))
     assert same(oomproof.explain("\n".join(f"2026-01-01T00:00:00.000Z stderr F {line}" for line in text.split("\n"))))
+    assert same(oomproof.explain("\n".join(f"2026-01-01 00:00:00,123 - ERROR - {line}" for line in text.split("\n"))))
     assert same(oomproof.explain(b"\xff\xfe" + text.encode("utf-16-le")))
     assert same(oomproof.explain(io.StringIO(text)))
     assert same(oomproof.explain(io.BytesIO(text.encode())))

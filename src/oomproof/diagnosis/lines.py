@@ -24,9 +24,9 @@ _PREFIX = re.compile(
     r"(?:stdout|stderr)(?: [FP]\b|:)|"
     r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?|\d{1,3}: |"
     r"\[?(?:INFO|WARNING|ERROR|CRITICAL|DEBUG)\]?\s*[:|-]?\s|\[\s*\d+\.\d+\]|"
-    r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ kernel:)\s*"
+    r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ kernel:|[-|] )\s*"
 )
-_PREFIXES = 4
+_PREFIXES = 6
 _BYTE_ORDERS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
 

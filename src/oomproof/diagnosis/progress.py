@@ -7,6 +7,7 @@ import re
 from oomproof.diagnosis.pattern import parse_size
 
 _WORDS = ("epoch", "step", "iter", "loss", "it/s", "s/it", "eta")
+_TRAINING = ("loss", "epoch", "train")
 _EPOCH = re.compile(r"\bepoch[\s:=#\[(]*(\d{1,7})", re.IGNORECASE)
 _STEP = re.compile(r"\b(?:global_?step|steps?|iter(?:ation)?s?|it)[\s:=#\[(]*(\d{1,9})\b", re.IGNORECASE)
 _BAR = re.compile(r"(?:^|\s|\|)(\d{1,9})/(\d{1,9})\s*(?:\[|━|-|\x20.{0,60}(?:loss|/step|it/s))")
@@ -46,7 +47,8 @@ class Progress:
         self._last = now
         self.count += 1
         self.epoch = max(self.epoch, epoch)
-        self.step = max(self.step, step, bar)
+        # Downloads, tokenizers and predictions have bars, too.
+        self.step = max(self.step, step, bar if any(word in lowered for word in _TRAINING) else 0)
         return True
 
     def read_figure(self, number: int, line: str, lowered: str) -> None:
