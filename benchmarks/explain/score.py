@@ -3,8 +3,8 @@
     python benchmarks/explain/score.py [--show]
 
 The cases in cases-tuned.jsonl and cases-produced.jsonl were looked at while patterns were written. Those in
-cases-held-out.jsonl were written before, and only their figures count. `--show` prints what was missed among the cases
-that may be looked at.
+cases-held-out.jsonl were not: 64 were written before any pattern, 24 before the second round of them. Their first
+scores are in results/explain-first-sight.json. `--show` prints what was missed among the cases that may be looked at.
 """
 
 from __future__ import annotations
