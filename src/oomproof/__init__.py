@@ -16,9 +16,11 @@ from oomproof.errors import (
     RecoveryFailedError,
     UnsupportedModelError,
 )
+from oomproof.findings import Checkup, Diagnosis, Evidence, Finding
 from oomproof.records import Alternative, Device, Estimate, Event, Plan, Run, Verification
 
 if TYPE_CHECKING:
+    from oomproof.diagnosis.explaining import explain
     from oomproof.estimation.estimator import estimate, max_batch_size
     from oomproof.loops import gradients
     from oomproof.plans import plan
@@ -29,9 +31,13 @@ __all__ = [
     "Alternative",
     "BackendError",
     "CannotFitError",
+    "Checkup",
     "Device",
+    "Diagnosis",
     "Estimate",
     "Event",
+    "Evidence",
+    "Finding",
     "OomproofError",
     "Plan",
     "RecoveryFailedError",
@@ -40,6 +46,7 @@ __all__ = [
     "Verification",
     "__version__",
     "estimate",
+    "explain",
     "fit",
     "gradients",
     "guard",
@@ -50,6 +57,7 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "explain": "oomproof.diagnosis.explaining",
     "estimate": "oomproof.estimation.estimator",
     "max_batch_size": "oomproof.estimation.estimator",
     "fit": "oomproof.training",

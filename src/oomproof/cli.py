@@ -6,6 +6,7 @@ import dataclasses
 import json as jsonlib
 import os
 import pathlib
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -229,6 +230,45 @@ def gpus() -> None:
         name = f"{gpu.name} (in this machine)" if gpu is here else gpu.name
         table.add_row(name, format_bytes(gpu.memory), *usable, ".".join(map(str, gpu.capability)))
     Console().print(table)
+
+
+@app.command()
+def explain(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A log; - for standard input.", show_default=False)],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say why training failed: was it memory, which, how much was asked for and by what, and what to do.
+
+    A script that is not guarded: python train.py 2>&1 | oomproof explain -
+
+    Exit code: 0 if it was memory, 4 if it was not, 2 for a file that cannot be read.
+    """
+    import oomproof
+
+    if file == "-":
+        found = oomproof.explain(sys.stdin.buffer)
+    elif not pathlib.Path(file).exists() or pathlib.Path(file).is_dir():
+        raise ValueError(f"Expected a log to read, or - for standard input. There is no file {file!r}.")
+    else:
+        found = oomproof.explain(pathlib.Path(file))
+    # Not through rich: a log is not to be read as markup.
+    typer.echo(jsonlib.dumps(found.to_json(), indent=2) if json else str(found))
+    if not found.is_memory:
+        raise typer.Exit(4)
+
+
+@app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Look at this machine before training does: devices, who holds them, settings, versions, memory and its limits.
+
+    Exit code: 3 if there is a problem, 0 otherwise.
+    """
+    from oomproof.doctor.checks import check
+
+    found = check()
+    typer.echo(jsonlib.dumps(found.to_json(), indent=2) if json else str(found))
+    if found.worst == "problem":
+        raise typer.Exit(3)
 
 
 def _whole_number(text: str) -> int:

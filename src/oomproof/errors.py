@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from oomproof.findings import Diagnosis
     from oomproof.records import Run
 
 
@@ -23,7 +24,15 @@ class OomproofError(Exception):
 
 
 class CannotFitError(OomproofError):
-    """Raised before the first step when no plan fits the memory that is there."""
+    """Raised before the first step when no plan fits the memory that is there.
+
+    Attributes:
+        diagnosis: What is short and what to do, as a `Diagnosis`, or `None` where there are no numbers.
+    """
+
+    def __init__(self, message: str = "", *, diagnosis: Diagnosis | None = None) -> None:
+        super().__init__(message)
+        self.diagnosis = diagnosis
 
 
 class RecoveryFailedError(OomproofError):
@@ -35,12 +44,16 @@ class RecoveryFailedError(OomproofError):
     Attributes:
         run: The `Run` so far.
         history: The Keras `History` so far, or `None` outside of `fit`.
+        diagnosis: What the framework's error means and what to do, as a `Diagnosis`.
     """
 
-    def __init__(self, message: str, *, run: Run | None = None, history: Any = None) -> None:
+    def __init__(
+        self, message: str, *, run: Run | None = None, history: Any = None, diagnosis: Diagnosis | None = None
+    ) -> None:
         super().__init__(message)
         self.run = run
         self.history = history
+        self.diagnosis = diagnosis
 
 
 class UnsupportedModelError(OomproofError):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from oomproof import backends
+from oomproof.diagnosis.explaining import explain
 from oomproof.errors import RecoveryFailedError
 from oomproof.step import recover
 from oomproof.step.recover import Evidence
@@ -91,7 +92,8 @@ def gradients(
         if size is None:
             raise RecoveryFailedError(
                 f"The gradient of one sample does not fit on {memory.describe()}. Nothing was written. Make the inputs "
-                f"or the model smaller, or use a device with more memory. The framework said: {shortage.text}"
+                f"or the model smaller, or use a device with more memory. The framework said: {shortage.text}",
+                diagnosis=explain(shortage.error),
             ) from shortage.error
         _sizes[_code_of(loss_fn)] = size
         pieces = piece_count(batch_size, size)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from oomproof.errors import CannotFitError
+from oomproof.findings import Diagnosis, short_of
 from oomproof.records import Alternative, Plan
 from oomproof.step import remat
 from oomproof.step.split import largest_piece, piece_count
@@ -121,7 +122,7 @@ def make(request: Request, ways: Sequence[Way]) -> Plan:
     options = [option for way in ways for option in _options(request, own, way)]
     taken = _best(request, options)
     if taken is None:
-        raise CannotFitError(_refusal(request, own, options))
+        raise CannotFitError(_refusal(request, own, options), diagnosis=_short(request, options))
     chain = taken.way.chain
     return Plan(
         micro_batch_size=taken.micro if taken.pieces > 1 else None,
@@ -136,6 +137,16 @@ def make(request: Request, ways: Sequence[Way]) -> Plan:
         segments=_recomputable(chain),
         recomputed=taken.recomputed,
         alternatives=_table(request, options, taken),
+    )
+
+
+def _short(request: Request, options: Sequence[_Option]) -> Diagnosis:
+    tried = [option for option in options if option.levers <= request.allowed] or options
+    return short_of(
+        math.ceil(min(option.predicted for option in tried) * request.margin),
+        request.limit,
+        "Nothing that is allowed fits.",
+        f"print(oomproof.max_batch_size(model, memory={request.limit}))  # the largest batch that does",
     )
 
 

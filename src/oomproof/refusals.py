@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from oomproof.diagnosis.explaining import explain
 from oomproof.errors import BackendError, CannotFitError, RecoveryFailedError
+from oomproof.findings import short_of
 from oomproof.records import Device
 from oomproof.units import format_bytes
 
@@ -24,7 +26,8 @@ def model_does_not_fit(device: Device, resident: Mapping[str, int], said: str) -
     return CannotFitError(
         f"The model and its optimizer do not fit on {device}, before any data. Resident so far: {_listed(resident)}. "
         "Use a smaller model, an optimizer with less state (SGD, Adafactor), or a device with more memory. "
-        f"The framework said: {said}"
+        f"The framework said: {said}",
+        diagnosis=explain([said]),
     )
 
 
@@ -32,7 +35,14 @@ def budget_below_resident(budget: int, resident: Mapping[str, int]) -> CannotFit
     return CannotFitError(
         f"Training needs at least {format_bytes(sum(resident.values()))} before any data: {_listed(resident)}. "
         f"The budget is {format_bytes(budget)}. Raise the budget, use an optimizer with less state "
-        "(SGD, Adafactor), or freeze layers."
+        "(SGD, Adafactor), or freeze layers.",
+        diagnosis=short_of(
+            sum(resident.values()),
+            budget,
+            "The model and its optimizer are larger than the budget, before any data.",
+            f"oomproof.guard(model, budget={sum(resident.values()) * 2})  # twice what is resident",
+            'model.compile("sgd", ...)  # an optimizer without state',
+        ),
     )
 
 
@@ -43,7 +53,13 @@ def one_sample_over_budget(
         f"One sample at a time needs {format_bytes(need)} besides the {format_bytes(taken)} already in use "
         f"(weights {format_bytes(resident['weights'])}, optimizer {format_bytes(resident['optimizer'])}), and "
         f"the budget is {format_bytes(budget)}. Raise the budget to {format_bytes(enough)}, or make the inputs or "
-        "the model smaller."
+        "the model smaller.",
+        diagnosis=short_of(
+            need + taken,
+            budget,
+            "One sample at a time is larger than the budget.",
+            f"oomproof.guard(model, budget={int(enough)})  # what one sample needs, and 5 %",
+        ),
     )
 
 
@@ -84,5 +100,6 @@ def gave_up(
         f"{what} does not fit on {device.name}{room}.{cut} Resident: {_listed(resident)}. "
         "The model and its optimizer are as they were before this batch and can be saved. "
         "Make inputs or layers smaller, use an optimizer with less state, or a device with more memory. "
-        f"The framework said: {said}"
+        f"The framework said: {said}",
+        diagnosis=explain([said]),
     )

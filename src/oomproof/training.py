@@ -15,6 +15,7 @@ from oomproof import backends
 from oomproof.backends.common.callbacks import epochs_told
 from oomproof.backends.common.precision import compiled, trained_in
 from oomproof.batches import Settings
+from oomproof.diagnosis.explaining import explain
 from oomproof.driver import Driver
 from oomproof.errors import RecoveryFailedError
 from oomproof.plans import Planner, allowed
@@ -226,6 +227,7 @@ class _Guard:
             error.history = getattr(self._model, "history", None) if name == "fit" else None
             # Keras re-raises "from None"; the framework's own error is what the user needs to see.
             error.__cause__ = driver.last_error
+            error.diagnosis = explain(driver.last_error or error, model=self._model)
             raise
         except BaseException:
             # Steps that are still on their way must not fail unseen, with the model's values in them.

@@ -72,7 +72,7 @@ def test_own_loops():
 def test_verify_and_training_pages(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # A page saves a plan.
     namespace = names()
-    for page in ("README.md", "docs/exactness.md", "docs/estimating.md", "docs/planning.md"):
+    for page in ("README.md", "docs/exactness.md", "docs/estimating.md", "docs/planning.md", "docs/explaining.md"):
         for block in blocks(page):
             # No page is long enough to need the sizes it shows.
             code = block.replace("1024", "32").replace("epochs=10", "epochs=1, verbose=0")

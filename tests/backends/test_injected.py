@@ -321,6 +321,7 @@ def test_not_even_one_sample_fits(point, batch, tmp_path):
     assert caught.value.run.events[-1].after is None
     assert caught.value.history is not None
     assert isinstance(caught.value.__cause__, type(out_of_memory()))
+    assert caught.value.diagnosis.is_memory
     assert int(model.optimizer.iterations) == batch
     plain = made(lambda: faulty(faults), "eager")
     if batch:

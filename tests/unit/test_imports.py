@@ -12,7 +12,7 @@ import pytest
 SOURCE = pathlib.Path(__file__).parents[2] / "src"
 FRAMEWORKS = {"tensorflow", "jax", "torch"}
 
-FOUNDATION = {"errors", "units", "records", "tracing", "_version"}
+FOUNDATION = {"errors", "units", "records", "findings", "tracing", "_version"}
 LEAF_ROOMS = {"estimation", "profiling", "data", "parallel"}
 PURE_ROOMS = {"planning", "step.recover", "step.remat", "diagnosis", "reporting"}
 BELOW_TRAINING = (
@@ -20,6 +20,7 @@ BELOW_TRAINING = (
     | LEAF_ROOMS
     | PURE_ROOMS
     | {"devices", "step", "backends", "batches", "driver", "gauge", "journal", "refusals", "verification", "loops"}
+    | {"doctor"}
     | {"plan_cache", "plans"}
 )
 
@@ -30,6 +31,7 @@ MAY_IMPORT = {
     "errors": set(),
     "units": set(),
     "records": {"units"},
+    "findings": {"units"},
     "tracing": {"records"},
     "planning": FOUNDATION | {"step", "step.remat"},
     "step.recover": FOUNDATION,
@@ -42,7 +44,9 @@ MAY_IMPORT = {
     # A step and a device for tests, in the terms of the rooms they stand in for.
     "backends.fake": FOUNDATION | {"backends", "step"},
     "journal": FOUNDATION,
-    "refusals": FOUNDATION,
+    "refusals": FOUNDATION | {"diagnosis"},
+    # Looks at the machine, and no framework is asked.
+    "doctor": FOUNDATION | {"devices"},
     **{room: FOUNDATION | LEAF_ROOMS | {"devices", "step", "backends"} for room in LEAF_ROOMS},
     "batches": FOUNDATION | {"step", "step.recover"},
     "gauge": FOUNDATION | {"step", "step.recover", "backends", "refusals"},

@@ -179,8 +179,10 @@ def test_batch_statistics_are_cut_only_where_nothing_exact_fits():
     assert tight.caveats == CAVEATS
     taken = next(each for each in tight.alternatives if each.taken)
     assert taken.why == "taken: the fastest that fits; nothing exact does"
-    with pytest.raises(CannotFitError):
+    with pytest.raises(CannotFitError) as caught:
         planning.make(asked(2.5, EXACT, caveats=CAVEATS), [slow])
+    assert caught.value.diagnosis is not None
+    assert caught.value.diagnosis.requested_bytes > caught.value.diagnosis.numbers["limit"]
 
 
 def test_of_equal_times_the_one_with_fewer_levers_is_taken():

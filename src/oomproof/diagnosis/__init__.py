@@ -1,0 +1,1 @@
+"""A log or an exception → why it failed. Pure: it reads text and nothing else."""
