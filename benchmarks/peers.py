@@ -11,6 +11,7 @@ makes up for it, by hand, as their documentation says, so that images per second
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -129,10 +130,6 @@ class Task:
 
 
 def halving(task: Task) -> int:
-    import gc
-
-    import torch
-
     size = task.batch
     while True:
         try:
@@ -145,7 +142,7 @@ def halving(task: Task) -> int:
         task.failures += 1
         size //= 2
         gc.collect()
-        torch.cuda.empty_cache()
+        torch_cache()
 
 
 def accelerate(task: Task) -> int:
@@ -200,23 +197,44 @@ def lightning(task: Task, mode: str) -> int:
     return min(int(found or module.batch_size), task.batch)
 
 
+def _holding(task: Task, size: int) -> int:
+    """The size that was found, or what is left of it: what fits once need not fit when gradients are added up."""
+    while True:
+        try:
+            task.step(size)
+            return size
+        except RuntimeError as error:
+            if not task.is_memory(error):
+                raise
+        task.failures += 1
+        size = int(size * 0.9)
+        gc.collect()
+        torch_cache()
+
+
+def torch_cache() -> None:
+    import torch
+
+    torch.cuda.empty_cache()
+
+
 def _peer(task: Task, find: Callable[[Task], int]) -> dict[str, Any]:
     began = time.perf_counter()
-    size = find(task)
+    found = size = find(task)
     task.small_step(size)
     first = time.perf_counter() - began
-    task.step(size)
+    size = _holding(task, size)
     began = time.perf_counter()
     for _ in range(task.options["steps"]):
         task.step(size)
     seconds = (time.perf_counter() - began) / task.options["steps"]
     return {
         "failures": task.failures,
-        "batch": size,
-        "keeps_batch": size == task.batch,
+        "batch": found,
+        "keeps_batch": found == task.batch,
         "seconds_to_first_step": first,
         "images_per_second": task.batch / seconds,
-        "by_hand": "" if size == task.batch else f"accumulation over {-(-task.batch // size)} steps",
+        "by_hand": "" if size == task.batch else f"accumulation over {-(-task.batch // size)} steps of {size}",
     }
 
 
@@ -248,7 +266,11 @@ def _oomproof(task: Task) -> dict[str, Any]:
             return task.x, task.y
 
     began = time.perf_counter()
-    run = oomproof.fit(task.model, Batches(), epochs=1, verbose=0, callbacks=[watch]).run
+    try:
+        run = oomproof.fit(task.model, Batches(), epochs=1, verbose=0, callbacks=[watch]).run
+    except oomproof.RecoveryFailedError as error:
+        events = [] if error.run is None else [event.message for event in error.run.events]
+        return {"failures": task.failures, "gave_up": str(error), "events": events}
     return {
         "failures": task.failures,
         "batch": task.batch,
@@ -256,6 +278,7 @@ def _oomproof(task: Task) -> dict[str, Any]:
         "seconds_to_first_step": times[0] - began,
         "images_per_second": task.batch * (len(times) - 2) / (times[-1] - times[1]),
         "plan": run.plan.sentence,
+        "events": [event.message for event in run.events],
         "peak": run.peak,
         "by_hand": "",
     }

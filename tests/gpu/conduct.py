@@ -68,11 +68,12 @@ def plan_times(backend: str, limit: int, more: str) -> Job:
     return Job(f"plan-times-{backend}", backend, command, limit, alone=True)
 
 
+DOCTOR = "python -c 'from oomproof.cli import main; main()' doctor"
 SOME = "--models encoder,residual_batchnorm,mlp,plain_cnn --shares 0.5,0.25"
 PROGRAMS = {
     "jax-torch": (
-        plans("torch", 4, 200),
-        plans("jax", 6, 300, "--resume .gpu/keras/plans-jax-first.jsonl"),
+        plans("torch", 4, 300),
+        plans("jax", 6, 300),
         collect("jax", 5, 0.4, 310),
         collect("torch", 4, 0.25, 200),
         oom("jax_blind", "jax", 120, "--caps '' --recoveries 3 --blind"),
@@ -80,14 +81,20 @@ PROGRAMS = {
         step("recompute-torch", "torch", 60, "--parts recompute-transformer,recompute-residual --shares 0.5,0.25,0.2"),
         step("recompute-jax", "jax", 100, "--parts recompute-transformer --shares 0.25 --steps 20"),
     ),
+    "torch-tensorflow": (
+        plans("torch", 6, 300),
+        Job("doctor", "torch", f"{DOCTOR}; {DOCTOR} --json", 40),
+        oom("tensorflow_graph", "tensorflow", 240, "--jit no --caps 3000 --recoveries 5"),
+        oom("tensorflow_xla", "tensorflow", 240, "--jit yes --net tokens --caps 3000 --recoveries 5"),
+        collect("torch", 4, 0.2, 200),
+        Job("peers", "torch", "python benchmarks/peers.py --steps 3", 160, alone=True),
+        step("recompute-torch", "torch", 60, "--parts recompute-transformer,recompute-residual --shares 0.5,0.25,0.2"),
+    ),
     "tensorflow": (
         plan_times("torch", 140, "--total-s 100 --levels 3"),
-        oom("tensorflow_graph", "tensorflow", 260, "--jit no --caps 3000 --recoveries 5"),
-        oom("tensorflow_xla", "tensorflow", 260, "--jit yes --net tokens --caps 3000 --recoveries 5"),
         collect("tensorflow-graph", 5, 0.3, 300),
         collect("tensorflow-xla", 4, 0.3, 300),
         plans("tensorflow", 4, 300, f"--jit off {SOME}", "plans-tensorflow-graph"),
-        collect("jax", 4, 0.3, 200),
         plans("tensorflow", 4, 300, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla"),
     ),
 }
