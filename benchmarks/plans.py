@@ -34,6 +34,7 @@ def main() -> None:
     options.add_argument("--jobs", type=int, default=2)
     options.add_argument("--out", type=pathlib.Path, help="also append each answer to this file as it comes")
     options.add_argument("--read", type=pathlib.Path, help="run nothing, sum up what was written with --out")
+    options.add_argument("--machine", type=pathlib.Path, help="with --read: a result from the machine it was run on")
     options.add_argument("--resume", type=pathlib.Path, help="written with --out: what is in it is not run again")
     options.add_argument("--jit", choices=("auto", "on", "off"), default="auto")
     chosen = options.parse_args()
@@ -51,17 +52,21 @@ def main() -> None:
         plain, runs = _measured(chosen, backend, names, shares)
     for run in runs:
         run["share"] = round(run["limit"] / plain[run["model"]]["peak"], 3)
-    finished = [run for run in runs if run.get("finished")]
-    possible = [run for run in runs if not run.get("cannot_fit")]
+    # A process that ended without an answer says nothing about the plan; what it said instead is in its cell.
+    answered = [run for run in runs if "error" not in run]
+    finished = [run for run in answered if run.get("finished")]
+    possible = [run for run in answered if not run.get("cannot_fit")]
     from _common import write_result
 
+    more = {"measured_on": json.loads(chosen.machine.read_text())["environment"]} if chosen.machine else {}
     write_result(
         f"plans-{chosen.device}-{backend}" + ("" if chosen.jit == "auto" else f"-jit-{chosen.jit}"),
         {
             "command": " ".join(["python", "benchmarks/plans.py", *sys.argv[1:]]),
             "runs": len(runs),
+            "without_an_answer": len(runs) - len(answered),
             "finished": len(finished),
-            "said_before_the_first_step_that_it_cannot_fit": len(runs) - len(possible),
+            "said_before_the_first_step_that_it_cannot_fit": len(answered) - len(possible),
             "share_without_a_failure": _share(possible, lambda run: run.get("finished") and run["failures"] == 0),
             "share_with_at_most_one_failure": _share(possible, lambda run: run.get("finished") and run["failures"] < 2),
             "median_peak_over_limit": _median([run["peak"] / run["limit"] for run in finished if run["peak"]]),
@@ -70,6 +75,7 @@ def main() -> None:
             ),
             "plain": plain,
             "cells": runs,
+            **more,
         },
     )
 

@@ -48,6 +48,8 @@ _SPEED_OF_MIXED_PRECISION = 0.6
 # How many samples the loss is compared on before the precision is changed, and by what share it may differ.
 _LOOKED_AT = 16
 _SAME_LOSS = 0.05
+# How much of the margin is left to a plan that is exact where a sure one is not.
+_HARDLY = 1.03
 # By how much less than estimated a step may need at best.
 _HOPEFUL = 0.7
 # Below this share of the limit, by a rough upper bound, nobody needs a plan.
@@ -245,7 +247,7 @@ class Planner:
             mode = mode_of(self._backend, workload.jit, self._model)
             margin = 1 + band_of("trace", self._backend.name, mode).above
             with contextlib.suppress(CannotFitError):
-                exact = self.make(workload, limit, caution / margin)
+                exact = self.make(workload, limit, caution / margin * _HARDLY)
                 return found if exact.caveats else exact
         return found
 
@@ -327,8 +329,16 @@ class Planner:
             equal_pieces_only=workload.jit and backend.name != "torch",
             adds_up=backend.name != "torch",
             batch_on_device=backend.name != "torch",
-            commit=_resident(model),
+            commit=_resident(model) + self._while_updating(),
         )
+
+    def _while_updating(self) -> int:
+        """Bytes that an update computes in between. On torch that is for all weights at once.
+
+        Two sets at least: Adam did not fit where there was room for one and a half.
+        """
+        weights = self._model.trainable_variables if self._backend.name == "torch" else ()
+        return 2 * sum(tensor_bytes(tuple(v.shape), str(v.dtype)) for v in weights)
 
 
 def _samples(workload: Workload) -> int:

@@ -17,6 +17,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import tempfile
 import time
 
 CORES, CARD = 16, 132
@@ -105,7 +106,7 @@ class Running:
         self.job = job
         source = f". {ready}; " if ready and job.backend == "tensorflow" else ""
         env = os.environ | {"KERAS_BACKEND": job.backend, "O": str(out), "PYTHONUNBUFFERED": "1"}
-        env |= {"TF_CPP_MIN_LOG_LEVEL": "2", "XDG_CACHE_HOME": f"/tmp/cache-{job.name}"}
+        env |= {"TF_CPP_MIN_LOG_LEVEL": "2", "XDG_CACHE_HOME": f"{tempfile.gettempdir()}/cache-{job.name}"}
         with (out / f"{job.name}.log").open("w") as log:
             self.process = subprocess.Popen(
                 ["bash", "-c", source + job.command], env=env, stdout=log, stderr=subprocess.STDOUT, process_group=0
