@@ -39,7 +39,7 @@ def data(samples=64):
     return rng.normal(size=(samples, 16, 32)).astype("float32"), rng.integers(0, 3, (samples, 1))
 
 
-def peak(batch=256):
+def peak(batch=1024):
     return oomproof.estimate(a_model(), batch, memory="80GiB", engine="trace").expected
 
 
@@ -47,15 +47,15 @@ def peak(batch=256):
 
 
 def test_what_fits_is_left_as_it_is():
-    plan = oomproof.plan(a_model(), 256, memory="8GiB", cache=False)
+    plan = oomproof.plan(a_model(), 1024, memory="8GiB", cache=False)
     assert (plan.micro_batch_size, plan.recompute, plan.precision, plan.jit_compile) == (None, (), None, None)
     assert plan.relative_time == 1.0
-    assert plan.sentence.startswith("batch 256 whole: predicted ")
+    assert plan.sentence.startswith("batch 1024 whole: predicted ")
 
 
 def test_what_does_not_fit_is_made_to():
     budget = int(peak() * 0.4)
-    plan = oomproof.plan(a_model(), 256, budget=budget, cache=False)
+    plan = oomproof.plan(a_model(), 1024, budget=budget, cache=False)
     assert plan.predicted <= budget == plan.limit
     assert plan.micro_batch_size is not None or plan.recompute
     assert plan.relative_time > 1
@@ -65,8 +65,8 @@ def test_what_does_not_fit_is_made_to():
 
 
 def test_with_batch_statistics_recomputation_comes_first():
-    budget = int(oomproof.estimate(a_model(keras.layers.BatchNormalization), 256, memory="80GiB").expected * 0.8)
-    plan = oomproof.plan(a_model(keras.layers.BatchNormalization), 256, budget=budget, cache=False, allow="exact")
+    budget = int(oomproof.estimate(a_model(keras.layers.BatchNormalization), 1024, memory="80GiB").expected * 0.8)
+    plan = oomproof.plan(a_model(keras.layers.BatchNormalization), 1024, budget=budget, cache=False, allow="exact")
     assert plan.recompute
     assert plan.micro_batch_size is None
     assert plan.caveats == ()
@@ -74,7 +74,7 @@ def test_with_batch_statistics_recomputation_comes_first():
 
 def test_where_nothing_fits_it_says_what_comes_closest():
     with pytest.raises(oomproof.CannotFitError) as refused:
-        oomproof.plan(a_model(), 256, budget=MIB // 4, cache=False)
+        oomproof.plan(a_model(), 1024, budget=MIB // 4, cache=False)
     assert "256 KiB" in str(refused.value)
 
 
@@ -82,7 +82,7 @@ def test_levers_that_are_not_named_are_not_used():
     budget = int(peak() * 0.4)
     for allow, field in (({"recompute"}, "micro_batch_size"), ({"microbatch"}, "recompute")):
         try:
-            plan = oomproof.plan(a_model(), 256, budget=budget, allow=allow, cache=False)
+            plan = oomproof.plan(a_model(), 1024, budget=budget, allow=allow, cache=False)
         except oomproof.CannotFitError:
             continue
         assert not getattr(plan, field)
@@ -90,7 +90,7 @@ def test_levers_that_are_not_named_are_not_used():
 
 def test_another_precision_where_it_is_allowed():
     budget = int(peak() * 0.8)
-    plan = oomproof.plan(a_model(), 256, budget=budget, allow={"microbatch", "mixed_precision"}, cache=False)
+    plan = oomproof.plan(a_model(), 1024, budget=budget, allow={"microbatch", "mixed_precision"}, cache=False)
     assert plan.precision == "mixed_bfloat16"
     assert "in mixed_bfloat16" in plan.sentence
 
@@ -99,7 +99,7 @@ def test_the_model_is_left_as_it_was():
     model = a_model()
     before = [np.array(value) for value in model.get_weights()]
     oomproof.plan(
-        model, 256, budget=int(peak() * 0.4), allow={"microbatch", "recompute", "mixed_precision"}, cache=False
+        model, 1024, budget=int(peak() * 0.4), allow={"microbatch", "recompute", "mixed_precision"}, cache=False
     )
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
     assert model.dtype_policy.name == "float32"
@@ -134,16 +134,16 @@ def test_a_model_that_is_not_compiled():
 def test_a_plan_is_remembered(monkeypatch, tmp_path):
     monkeypatch.setenv("OOMPROOF_CACHE_DIR", str(tmp_path))
     budget = int(peak() * 0.5)
-    first = oomproof.plan(a_model(), 256, budget=budget)
+    first = oomproof.plan(a_model(), 1024, budget=budget)
     with monkeypatch.context() as patch:
         patch.setattr("oomproof.plans.Planner._all_ways", lambda *_: pytest.fail("made anew"))
-        assert oomproof.plan(a_model(), 256, budget=budget) == first
+        assert oomproof.plan(a_model(), 1024, budget=budget) == first
         with pytest.raises(pytest.fail.Exception):
-            oomproof.plan(a_model(), 256, budget=budget + MIB)
+            oomproof.plan(a_model(), 1024, budget=budget + MIB)
         with pytest.raises(pytest.fail.Exception):
-            oomproof.plan(a_model(blocks=5), 256, budget=budget)
+            oomproof.plan(a_model(blocks=5), 1024, budget=budget)
         with pytest.raises(pytest.fail.Exception):
-            oomproof.plan(a_model(), 256, budget=budget, cache=False)
+            oomproof.plan(a_model(), 1024, budget=budget, cache=False)
     assert plan_cache.forget() == 1
     assert plan_cache.forget() == 0
 
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(monkeypatch, tmp_p
 
 
 def test_a_plan_goes_to_json_and_back(tmp_path):
-    plan = oomproof.plan(a_model(), 256, budget=int(peak() * 0.4), cache=False)
+    plan = oomproof.plan(a_model(), 1024, budget=int(peak() * 0.4), cache=False)
     plan.save(tmp_path / "plan.json")
     assert oomproof.Plan.load(tmp_path / "plan.json") == plan
 
@@ -173,11 +173,11 @@ def test_a_plan_goes_to_json_and_back(tmp_path):
 
 
 def test_training_follows_a_plan():
-    x, y = data(512)
+    x, y = data(2048)
     plain, planned = a_model(), a_model()
-    plain.fit(x, y, batch_size=256, shuffle=False, verbose=0)
-    plan = oomproof.plan(planned, 256, budget=int(peak() * 0.5), cache=False)
-    run = oomproof.fit(planned, x, y, batch_size=256, shuffle=False, verbose=0, plan=plan).run
+    plain.fit(x, y, batch_size=1024, shuffle=False, verbose=0)
+    plan = oomproof.plan(planned, 1024, budget=int(peak() * 0.5), cache=False)
+    run = oomproof.fit(planned, x, y, batch_size=1024, shuffle=False, verbose=0, plan=plan).run
     assert (run.plan.micro_batch_size, run.plan.recompute) == (plan.micro_batch_size, plan.recompute)
     for a, b in zip(plain.get_weights(), planned.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
@@ -233,8 +233,8 @@ def asked():
     planner = Planner(
         backends.current(), model, frozenset({"microbatch", "mixed_precision"}), named_levers=True, cache=False
     )
-    x, y = data(256)
-    return planner, {"x": x, "y": y, "batch_size": 256}, FakeMemory(int(peak() * 0.6))
+    x, y = data(1024)
+    return planner, {"x": x, "y": y, "batch_size": 1024}, FakeMemory(int(peak() * 0.6))
 
 
 def test_a_precision_is_chosen_before_fit_begins(asked):
@@ -272,10 +272,10 @@ def test_what_training_ended_with_takes_the_place_of_a_plan_that_was_not_kept(mo
         return Planner(backends.current(), a_model(), frozenset({"microbatch", "recompute"}))
 
     first = planner()
-    assert first.propose(data(256), device, limit, 1.0).micro_batch_size != 7
+    assert first.propose(data(1024), device, limit, 1.0).micro_batch_size != 7
     first.learned(oomproof.Plan(micro_batch_size=7))
     # A few bytes more in use than in the first run.
-    assert planner().propose(data(256), device, limit - 16, 1.0) == oomproof.Plan(micro_batch_size=7)
+    assert planner().propose(data(1024), device, limit - 16, 1.0) == oomproof.Plan(micro_batch_size=7)
 
 
 def test_nobody_is_refused_on_the_word_of_an_estimate(asked, caplog):

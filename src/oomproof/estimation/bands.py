@@ -1,8 +1,8 @@
 """How far off an engine's figure may be: shares of the expected peak, below and above it.
 
 The confidence is the share of the runs of benchmarks/estimate whose peak, measured on a GPU, was not above `high`
-(benchmarks/results/estimate-trace.json, both halves). It is `None` where there are too few of them, and what stands here is then a
-guess from the few figures that are known.
+(benchmarks/results/estimate-trace.json, both halves). It is `None` where there are too few of them, and what stands
+here is then a guess from the few figures that are known.
 """
 
 from __future__ import annotations
