@@ -364,6 +364,8 @@ class Driver:
     def _recover(self, batch: Batch, pieces: int, shortage: Shortage, seconds: float) -> None:
         self._gauge.release()
         sizing, volume = self._sizing[batch.phase], batch.volume(pieces)
+        # A new plan forgets what failed under the old one: not before the next epoch is anything larger tried again.
+        sizing.may_grow = False
         free = self._gauge.free() if self._gauge.measurable else None
         if shortage.where == "commit":
             if self._lean:

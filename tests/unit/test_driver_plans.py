@@ -145,6 +145,18 @@ def test_what_was_measured_without_a_plan_does_not_count_with_it():
     assert [pieces for _, _, pieces in driver.step.done] == [1, 4, 1]
 
 
+def test_after_a_failure_nothing_larger_is_tried_before_the_next_epoch():
+    proposals = Proposals(planned(micro_batch_size=128), planned(micro_batch_size=32, recompute=("a..b",)))
+    driver = driver_with(proposals, 1000, slope=10, inexact=INEXACT)
+    for _ in range(3):
+        driver.run("train", BATCH)
+    assert [pieces for _, _, pieces in driver.step.done] == [8, 8, 8]
+    assert driver.memory.failures == 1
+    driver.begin_epoch(1)
+    driver.run("train", BATCH)
+    assert driver.step.done[-1][-1] < 8
+
+
 def test_a_given_plan_is_followed_and_no_other_made():
     proposals = Proposals()
     settings = Settings(start=planned(micro_batch_size=32, recompute=("a",)))
