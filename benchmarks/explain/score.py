@@ -31,7 +31,10 @@ FIELDS = (
     "layer",
     "cause",
 )
-SETS = {"tuned": ("cases-tuned.jsonl", "cases-produced.jsonl"), "held_out": ("cases-held-out.jsonl",)}
+SETS = {
+    "tuned": ("cases-tuned.jsonl", "cases-produced.jsonl", "cases-independent.jsonl"),
+    "held_out": ("cases-held-out.jsonl",),
+}
 # "36.5 GiB" in a text is rounded.
 _ROUNDED = 0.01
 

@@ -296,3 +296,35 @@ def test_a_line_that_a_terminal_wrapped(width: int) -> None:
     found = oomproof.explain("\n".join(rows))
     assert (found.requested_bytes, found.cause) == (2 * GIB, "steady-exhaustion")
     assert found.numbers["total"] == parse_size("23.69 GiB")
+
+
+CAUGHT = "Caught exception: CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def test_a_failure_before_the_result_was_saved_was_survived() -> None:
+    found = oomproof.explain(
+        f"{CAUGHT}\nTrying batch size: 64\n100%|██████| 40/40 [00:10<00:00, 4.0it/s, loss=0.3]\nModel saved"
+    )
+    assert (found.is_memory, found.cause) == (False, "not-memory")
+
+
+def test_steps_that_came_after_the_failure_are_no_sign_of_a_leak() -> None:
+    later = "\n".join(f"step {number} loss 0.5" for number in (200,))
+    assert oomproof.explain(f"{CAUGHT}\n{later}\nTraceback\nValueError: no").cause != "leak-over-time"
+    earlier = "\n".join(f"[ {number}/20000] loss 0.5" for number in range(100, 1000, 100))
+    assert oomproof.explain(f"{earlier}\ntorch.OutOfMemoryError: {CAUGHT}").cause == "leak-over-time"
+
+
+def test_who_holds_the_card_is_read_from_a_list_of_processes_beside_it() -> None:
+    rows = "|  0%   51C    P2   114W / 350W |  24210MiB / 24576MiB |    100%      Default |\n"
+    rows += "|    0   N/A  N/A     20311      C   python3                         24180MiB |"
+    found = oomproof.explain(f"RuntimeError: CUDA error: out of memory\n{rows}")
+    assert found.cause == "held-elsewhere"
+    assert any("20311" in fix for fix in found.fixes)
+
+
+def test_what_a_library_says_after_an_assertion_is_not_about_memory() -> None:
+    line = "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+    assertion = "Indexing.cu:1146: indexSelect: block: [4,0,0], thread: [0,0,0] Assertion `srcIndex < n` failed."
+    assert oomproof.explain(line).is_memory
+    assert not oomproof.explain(f"{assertion}\n{line}").is_memory

@@ -67,7 +67,7 @@ def judge(scan: Scan, model: Any = None) -> Diagnosis:
     others = _others(incident, numbers)
     if others:
         numbers["held_elsewhere"] = sum(others.values())
-    memory: Memory = root.pattern.memory  # type: ignore[assignment]
+    memory = _memory(incident, root)
     cause, sure, why = _cause(scan, incident, asked, numbers, memory)
     named = {pid: size for pid, size in others.items() if pid}
     facts = Facts(cause, raised_by, memory, root.pattern.topic, asked.size, asked.shape, asked.dtype, numbers, named)
@@ -124,11 +124,22 @@ def _asked(incident: Incident, root: Hit) -> _Asked:
 
 def _raised_by(incident: Incident, root: Hit) -> str:
     raised_by = root.pattern.raised_by
+    if raised_by == "xla" and "tensorflow/core/common_runtime/" in root.text:
+        return "tensorflow"
     # TensorFlow writes of the same files as local_xla.
     told = any(
         path in hit.text for hit in incident.hits.values() for path in ("external/xla/", "external/org_tensorflow/")
     )
     return "jax" if raised_by in ("xla", "tensorflow") and ("jax" in incident.details or told) else raised_by
+
+
+def _memory(incident: Incident, root: Hit) -> Memory:
+    memory: Memory = root.pattern.memory  # type: ignore[assignment]
+    # XLA has words that it uses on CPUs and, at times, on devices; an allocator that is named settles it.
+    if memory == "host" and root.pattern.raised_by in ("jax", "xla"):
+        named = [hit for hit in incident.hits.values() if hit.pattern.memory == "device" and "GPU_" in hit.text]
+        return "device" if named else memory
+    return memory
 
 
 def _others(incident: Incident, numbers: dict[str, int]) -> dict[int, int]:
@@ -176,6 +187,8 @@ def _cause(
         return "host-ram", sure, f"The memory of the machine ran out{much}{_killed(root)}."
     if memory == "shm":
         return "shm", sure, "The shared memory that processes hand data over in (/dev/shm) is too small."
+    if given == "hidden-oom" and 0 < numbers.get("capacity", 0) < _SMALL_DEVICE:
+        return _left_little(numbers, sure)
     if given == "hidden-oom":
         text = "A CUDA library failed in the way it does when device memory is short, without saying so."
         return "hidden-oom", sure, text
@@ -227,9 +240,7 @@ def _device_cause(
         text = "The device did not give what the framework wanted when it started: something else holds it."
         return "held-elsewhere", sure * 0.75, text
     if total is None and 0 < numbers.get("capacity", 0) < _SMALL_DEVICE:
-        found = format_bytes(numbers["capacity"])
-        text = f"The framework found only {found} when it started: something else holds the rest."
-        return "held-elsewhere", sure * 0.75, text
+        return _left_little(numbers, sure)
     progress = scan.progress
     if progress.grew:
         first, last = progress.grew
@@ -237,7 +248,7 @@ def _device_cause(
             f"Memory grew from {format_bytes(first)} to {format_bytes(last)} while steps went through: something leaks."
         )
         return "leak-over-time", sure * 0.95, text
-    if progress.fitted_before:
+    if incident.fitted_before:
         text = "Steps like this one went through before, so something has been taking memory since, or sizes vary."
         return "leak-over-time", sure * 0.7, text
     used = numbers.get("in_use") or numbers.get("allocated") or 0
@@ -255,6 +266,11 @@ def _device_cause(
         )
     text = f"What the step needs in all is more than{room or ' what'} there is: it failed{much}."
     return "steady-exhaustion", sure if total else sure * 0.75, text
+
+
+def _left_little(numbers: dict[str, int], sure: float) -> tuple[Cause, float, str]:
+    found = format_bytes(numbers["capacity"])
+    return "held-elsewhere", sure * 0.75, f"The framework found only {found} when it started: something holds the rest."
 
 
 def _in_pieces(numbers: dict[str, int], size: int | None, total: int | None) -> int | None:

@@ -10,9 +10,15 @@ _WORDS = ("epoch", "step", "iter", "loss", "it/s", "s/it", "eta")
 _TRAINING = ("loss", "epoch", "train")
 _EPOCH = re.compile(r"\bepoch[\s:=#\[(]*(\d{1,7})", re.IGNORECASE)
 _STEP = re.compile(r"\b(?:global_?step|steps?|iter(?:ation)?s?|it)[\s:=#\[(]*(\d{1,9})\b", re.IGNORECASE)
-_BAR = re.compile(r"(?:^|\s|\|)(\d{1,9})/(\d{1,9})\s*(?:\[|━|-|\x20.{0,60}(?:loss|/step|it/s))")
+_BAR = re.compile(r"(?:^|\s|\||\[)(\d{1,9})/(\d{1,9})\]?\s*(?:\[|━|-|\x20?.{0,60}(?:loss|/step|it/s))")
+# What is only said when all went well.
+_DONE = re.compile(
+    r"\b(?:done training|training (?:is )?(?:done|complete[d]?|finished)|finished training|model saved|saved (?:the )?"
+    r"(?:model|checkpoint|weights)|saving (?:model|checkpoint) to)\b",
+    re.IGNORECASE,
+)
 _FIGURE = re.compile(
-    r"\b(?:gpu[_ ]?mem\w*|max[_ ]?mem\w*|mem(?:ory)?\w*|rss|vram|ram|allocated|maxrss)\b[^\d\n]{0,24}"
+    r"\b(?:gpu[_ ]?mem\w*|max[_ ]?mem\w*|mem(?:ory)?\w*|rss|vram|ram|\w*alloc\w*|maxrss)\b[^\d\n]{0,24}"
     r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?\b",
     re.IGNORECASE,
 )
@@ -51,9 +57,14 @@ class Progress:
         self.step = max(self.step, step, bar if any(word in lowered for word in _TRAINING) else 0)
         return True
 
+    @staticmethod
+    def is_done(line: str, lowered: str) -> bool:
+        """Whether the line says that training came to its end, or that its result was saved."""
+        return ("sav" in lowered or "training" in lowered) and _DONE.search(line) is not None
+
     def read_figure(self, number: int, line: str, lowered: str) -> None:
         """Notes how much memory is said to be in use, if that is said."""
-        if "mem" not in lowered and "rss" not in lowered and "ram" not in lowered and "allocated" not in lowered:
+        if "mem" not in lowered and "rss" not in lowered and "ram" not in lowered and "alloc" not in lowered:
             return
         found = _FIGURE.search(line)
         size = parse_size(f"{found[1]}{found[2]}") if found else None

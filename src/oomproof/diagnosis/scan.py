@@ -29,7 +29,9 @@ _ENOUGH = 500
 # Into how many more lines a terminal may have wrapped one.
 _WRAPPED = 4
 _PROCESS = re.compile(r"Process (\d{1,9}) has ([\d.]+ ?[KMGT]?i?B) memory in use", re.IGNORECASE)
-_CAPACITY = next(pattern for pattern in DETAILS if pattern.name == "tf-created-device")
+# A row of nvidia-smi's list of processes.
+_SMI_PROCESS = re.compile(r"\|\s+\d+\s+(?:N/A\s+N/A\s+)?(\d{1,9})\s+[CG+]{1,3}\s+\S.{0,80}?(\d{1,9}MiB)\s*\|")
+_CAPACITIES = [pattern for pattern in DETAILS if pattern.name in ("tf-created-device", "tf-free-memory")]
 # Lines of a dump that may have lost its beginning, and of a framework that starts: they are looked at though they mean
 # nothing by themselves.
 # Each text that is looked for is a pass over the log. Keywords that share a rare word are looked for together, by that
@@ -62,7 +64,7 @@ _GATES: tuple[bytes, ...] = (
     b"find",
 )
 _GATES += (b"larger than", b"limit", b"address", b"fault", b"too ", b"size", b"inuse")
-_ALSO = (b"inuse:", b"limit:  ", b"memory_limit_", b"mb memory")
+_ALSO = (b"inuse:", b"limit:  ", b"memory_limit_", b"mb memory", b"freememory")
 
 
 def _indexes() -> dict[bytes, tuple[int, ...]]:
@@ -117,6 +119,8 @@ class Incident:
     last_line: int = 0
     count: int = 0
     steps_after: int = 0
+    # Whether steps like the one that failed had gone through for a while. Those that came later say nothing.
+    fitted_before: bool = False
     # The last line of a failure with those after it, as far as a terminal may have wrapped it.
     wrapped: str = ""
     wrapped_hit: Hit | None = None
@@ -212,7 +216,7 @@ class Scan:
         if self.incident is not None and self.incident.survived:
             self._close()
         if self.incident is None:
-            self.incident = Incident()
+            self.incident = Incident(fitted_before=self.progress.fitted_before)
         incident = self.incident
         if "ran out of memory trying to allocate" in lowered:
             self.dump = Dump()
@@ -234,14 +238,16 @@ class Scan:
             self._details(incident, number, line, lowered)
             if 0 < number - incident.last_line <= _WRAPPED and incident.count <= _ENOUGH:
                 self._unwrap(incident, line)
-        elif "mb memory" in lowered and (said := _CAPACITY.search(line)):
-            self.capacity = self.capacity or said["capacity"]
+        elif "mb memory" in lowered or "freememory" in lowered:
+            for said in filter(None, (pattern.search(line) for pattern in _CAPACITIES)):
+                self.capacity = min(self.capacity or said["capacity"], said["capacity"])
         if "bfc_allocator" in lowered:
             return
         if incident is None:
             self.progress.read_figure(number, line, lowered)
-        if self.progress.read(line, lowered) and incident is not None:
-            incident.steps_after += 1
+        went_on = self.progress.read(line, lowered)
+        if incident is not None:
+            incident.steps_after += _SURVIVED_AN_ERROR if self.progress.is_done(line, lowered) else went_on
 
     def _unwrap(self, incident: Incident, line: str) -> None:
         """Reads on where a terminal may have cut a line."""
@@ -277,6 +283,8 @@ class Scan:
                 incident.detail_lines.append((number, line))
                 del incident.detail_lines[8:]
         for found in _PROCESS.finditer(line) if "memory in use" in lowered else ():
+            incident.processes[int(found[1])] = parse_size(found[2]) or 0
+        for found in _SMI_PROCESS.finditer(line) if "mib" in lowered else ():
             incident.processes[int(found[1])] = parse_size(found[2]) or 0
 
     def _close(self) -> None:

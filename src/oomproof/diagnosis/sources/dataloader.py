@@ -99,6 +99,19 @@ PATTERNS = (
         0.9,
     ),
     Pattern(
+        "nccl-shm-older",
+        "failure",
+        "nccl",
+        r"(?:shm\.(?:h|cc)|posix_fallocate|nccl-shm).{0,200}No space left on device|"
+        r"creating shared memory segment nccl-shm\S*(?: \(size (?P<bytes>\d+)\))?",
+        "box:1:2 [0] include/shm.h:28 NCCL WARN Call to posix_fallocate failed : No space left on device",
+        "nccl",
+        _SHM,
+        _SHM,
+        0.9,
+        weight=3.1,
+    ),
+    Pattern(
         "shm-no-space",
         "failure",
         "/dev/shm",

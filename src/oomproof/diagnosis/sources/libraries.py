@@ -141,11 +141,19 @@ PATTERNS = (
         "nccl-calloc",
         "failure",
         "nccl",
-        r"NCCL WARN.{0,80}(?:failed to (?:allocate|malloc|calloc|mmap)|Cannot allocate memory|out of memory)|"
+        r"NCCL WARN.{0,80}(?:failed to (?:CUDA )?(?:allocate|malloc|calloc|mmap)(?: (?P<bytes>\d+) bytes)?|"
+        r"Cannot allocate memory|out of memory)|"
         r"NCCL.{0,100}out of memory",
         "box:1:2 [0] NCCL WARN Failed to malloc 33554432 bytes",
         "nccl",
         sure=0.7,
         weight=2.7,
+    ),
+    Pattern(
+        "nvidia-smi",
+        "detail",
+        "mib /",
+        r"\|\s+\d+MiB\s*/\s*(?P<total>\d+MiB)\s*\|",
+        "|  0%   51C    P2   114W / 350W |  24210MiB / 24576MiB |    100%      Default |",
     ),
 )

@@ -107,6 +107,24 @@ PATTERNS = (
         topic="illegal",
     ),
     Pattern(
+        # An index out of range, mostly. What libraries say afterwards says nothing.
+        "kernel-assert",
+        "other",
+        "assertion `",
+        r"\.cuh?:\d+.{0,200}Assertion `.{0,200}` failed",
+        "Indexing.cu:1146: indexSelectLargeIndex: block: [4,0,0], thread: [0,0,0] Assertion `srcIndex < n` failed.",
+        "torch",
+        topic="illegal",
+    ),
+    Pattern(
+        "cudnn-version",
+        "other",
+        "but source was compiled with",
+        r"Loaded runtime CuDNN library: .{0,60}but source was compiled with",
+        "E cuda_dnn.cc:319] Loaded runtime CuDNN library: 7.4.2 but source was compiled with: 7.6.0.",
+        "cudnn",
+    ),
+    Pattern(
         "tf-disk",
         "other",
         "no space left",

@@ -242,4 +242,11 @@ PATTERNS = (
         r"Created (?:TensorFlow )?device .{0,80}?with (?P<capacity>\d+ MB) memory",
         "Created device /job:localhost/replica:0/task:0/device:GPU:0 with 9650 MB memory:  -> device: 0",
     ),
+    Pattern(
+        "tf-free-memory",
+        "detail",
+        "freememory",
+        r"totalMemory: [\d.]+ ?[KMGT]iB freeMemory: (?P<capacity>[\d.]+ ?[KMGT]iB)",
+        "totalMemory: 10.92GiB freeMemory: 187.06MiB",
+    ),
 )

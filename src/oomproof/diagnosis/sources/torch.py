@@ -8,6 +8,34 @@ _SIZE = r"[\d.]+ ?[KMGT]?i?(?:B|bytes)"
 
 PATTERNS = (
     Pattern(
+        "torch-xpu-device-memory",
+        "failure",
+        "ur_result_error_out_of",
+        r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY|UR_RESULT_ERROR_OUT_OF_RESOURCES",
+        "RuntimeError: level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+        "torch",
+        sure=0.8,
+    ),
+    Pattern(
+        "vllm-no-room",
+        "failure",
+        "no available memory for the cache blocks",
+        r"No available memory for the cache blocks",
+        "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.",
+        "torch",
+        sure=0.8,
+    ),
+    Pattern(
+        "vllm-card-held",
+        "failure",
+        "less than desired gpu memory utilization",
+        r"Free memory on device .{0,120}is less than desired GPU memory utilization",
+        "ValueError: Free memory on device (3.20/23.69 GiB) on startup is less than desired GPU memory utilization (0.9)",
+        "torch",
+        cause="held-elsewhere",
+        sure=0.85,
+    ),
+    Pattern(
         "torch-cuda",
         "failure",
         "out of memory. tried to allocate",
