@@ -2,7 +2,7 @@
 
     python benchmarks/explain/score.py [--show]
 
-The cases in cases-tuned.jsonl and cases-produced.jsonl were looked at while patterns were written. Those in
+All cases but those in cases-held-out.jsonl were looked at while patterns were written. Those in
 cases-held-out.jsonl were not: 64 were written before any pattern, 24 before the second round of them. Their first
 scores are in results/explain-first-sight.json. `--show` prints what was missed among the cases that may be looked at.
 """
@@ -32,7 +32,12 @@ FIELDS = (
     "cause",
 )
 SETS = {
-    "tuned": ("cases-tuned.jsonl", "cases-produced.jsonl", "cases-independent.jsonl"),
+    "tuned": (
+        "cases-tuned.jsonl",
+        "cases-produced.jsonl",
+        "cases-independent.jsonl",
+        "cases-independent-2.jsonl",
+    ),
     "held_out": ("cases-held-out.jsonl",),
 }
 # "36.5 GiB" in a text is rounded.

@@ -11,6 +11,10 @@ _TRAINING = ("loss", "epoch", "train")
 _EPOCH = re.compile(r"\bepoch[\s:=#\[(]*(\d{1,7})", re.IGNORECASE)
 _STEP = re.compile(r"\b(?:global_?step|steps?|iter(?:ation)?s?|it)[\s:=#\[(]*(\d{1,9})\b", re.IGNORECASE)
 _BAR = re.compile(r"(?:^|\s|\||\[)(\d{1,9})/(\d{1,9})\]?\s*(?:\[|━|-|\x20?.{0,60}(?:loss|/step|it/s))")
+# Steps that are to come, or that another run made.
+_NOT_MADE = re.compile(r"--\w|\bpython\d?\b|\btotal\b|\b(?:max|num)[_ ]|resum|loaded|restor", re.IGNORECASE)
+# What stands beside a step that was made. Where nothing does, it takes a second one.
+_BESIDE = ("loss", "it/s", "s/it", "/step", "acc", "eta", "lr", "time", "ms")
 # What is only said when all went well.
 _DONE = re.compile(
     r"\b(?:done training|training (?:is )?(?:done|complete[d]?|finished)|finished training|model saved|saved (?:the )?"
@@ -35,6 +39,7 @@ class Progress:
         self.step = 0
         self.count = 0
         self._last: tuple[int, ...] = ()
+        self._alone = 0
         self._first_figure = self._last_figure = 0
         self._figures = self._rises = 0
         self.figures: list[tuple[int, str]] = []
@@ -46,7 +51,14 @@ class Progress:
         found = [pattern.search(line) for pattern in (_EPOCH, _STEP, _BAR)]
         if not any(found):
             return False
+        if _NOT_MADE.search(line) and "loss" not in lowered:
+            return False
         epoch, step, bar = (int(match[1]) if match else 0 for match in found)
+        if step and not any(word in lowered for word in _BESIDE):
+            # A setting stays as it is.
+            rises = 0 < self._alone < step
+            self._alone = step
+            step = step if rises else 0
         now = (epoch, step, bar)
         if now == self._last:
             return False

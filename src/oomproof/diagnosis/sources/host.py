@@ -43,7 +43,7 @@ PATTERNS = (
         "arrow",
         "failure",
         "arrowmemoryerror|alloc of size|allocate of size",
-        r"ArrowMemoryError|(?:malloc|realloc|alloc\w*) of size (?P<bytes>\d+) failed",
+        r"ArrowMemoryError(?!.{0,40} of size \d)|(?:malloc|realloc|alloc\w*) of size (?P<bytes>\d+) failed",
         "pyarrow.lib.ArrowMemoryError: malloc of size 8589934592 failed",
         "python",
         *_HOST,

@@ -6,6 +6,23 @@ from oomproof.diagnosis.pattern import Pattern
 
 PATTERNS = (
     Pattern(
+        "bitsandbytes",
+        "failure",
+        "csrc/",
+        r"Error out of memory at line \d+ in file \S*csrc/",
+        "Error out of memory at line 380 in file csrc/pythonInterface.c",
+        "torch",
+        sure=0.85,
+    ),
+    Pattern(
+        "onnxruntime-arena",
+        "failure",
+        "bfcarena",
+        r"BFCArena::AllocateRawInternal.{0,200}Failed to allocate memory for requested buffer of size (?P<bytes>\d+)",
+        "onnxruntime::BFCArena::AllocateRawInternal(size_t, bool) Failed to allocate memory for requested buffer of size 64",
+        sure=0.75,
+    ),
+    Pattern(
         "cudnn-alloc-failed",
         "hidden",
         "cudnn_status",
