@@ -63,7 +63,9 @@ def test_to_json_and_back(cause: str) -> None:
     assert Diagnosis.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
-@pytest.mark.parametrize("name", ["cases-tuned.jsonl", "cases-produced.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["cases-tuned.jsonl", "cases-produced.jsonl", "cases-independent.jsonl", "cases-independent-2.jsonl"]
+)
 def test_the_cases_that_were_looked_at(name: str) -> None:
     """Held-out cases are scored by the benchmark alone, so that nobody tunes to them."""
     for case in map(json.loads, (CASES / name).read_text().splitlines()):
