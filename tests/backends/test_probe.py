@@ -56,3 +56,11 @@ def test_it_is_refused_for_a_device_that_is_not_here():
     model.compile("sgd", "mse")
     with pytest.raises(oomproof.BackendError, match="device at hand"):
         oomproof.estimate(model, 8, gpu="t4", engine="probe")
+
+
+@only("jax", because="programs planned by XLA")
+def test_on_jax_it_is_the_compiler_that_is_asked():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    with pytest.raises(oomproof.BackendError, match='engine="compile" asks XLA'):
+        oomproof.estimate(model, 8, engine="probe")
