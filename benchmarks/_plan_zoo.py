@@ -105,6 +105,17 @@ def _block(x: Any, heads: int, causal: bool = False) -> Any:
     return x + layers.Dropout(0.1)(layers.Dense(width)(y))
 
 
+def tagger(depth: int, width: int, length: int, words: int) -> Any:
+    """The transformer of the step benchmarks, not compiled: a class for each token."""
+    x = inputs = keras.Input((length,), dtype="int32")
+    x = layers.Embedding(words, width)(x)
+    for _ in range(depth):
+        x = layers.LayerNormalization()(layers.Add()([x, layers.MultiHeadAttention(8, width // 8)(x, x)]))
+        hidden = layers.Dense(width)(layers.Dense(4 * width, activation="gelu")(x))
+        x = layers.LayerNormalization()(layers.Add()([x, hidden]))
+    return keras.Model(inputs, layers.Dense(words)(x))
+
+
 def _tokens(length: int, vocabulary: int, width: int, mask: bool) -> tuple[Any, Any, Any]:
     inputs = keras.Input((length,), dtype="int32")
     x = layers.Embedding(vocabulary, width, mask_zero=mask)(inputs)

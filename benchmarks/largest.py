@@ -248,18 +248,9 @@ class Tries:
 
 
 def transformer(depth: int, tiny: bool) -> Any:
-    """As in benchmarks/step.py."""
-    import keras
+    from _plan_zoo import tagger
 
-    width, steps, words = (64, 64, 100) if tiny else (512, 512, 1000)
-    x = inputs = keras.Input((steps,), dtype="int32")
-    x = keras.layers.Embedding(words, width)(x)
-    for _ in range(depth):
-        attention = keras.layers.MultiHeadAttention(8, width // 8)
-        x = keras.layers.LayerNormalization()(keras.layers.Add()([x, attention(x, x)]))
-        hidden = keras.layers.Dense(width)(keras.layers.Dense(4 * width, activation="gelu")(x))
-        x = keras.layers.LayerNormalization()(keras.layers.Add()([x, hidden]))
-    return keras.Model(inputs, keras.layers.Dense(words)(x))
+    return tagger(depth, 64, 64, 100) if tiny else tagger(depth, 512, 512, 1000)
 
 
 def resnet50(tiny: bool) -> Any:

@@ -39,6 +39,7 @@ import numpy as np  # noqa: E402
 
 import oomproof  # noqa: E402
 from _common import write_result  # noqa: E402
+from _plan_zoo import tagger  # noqa: E402
 from _steppers import Stepper, stepper_class  # noqa: E402
 
 JIT: Any = {"auto": "auto", "yes": True, "no": False}[arguments.jit]
@@ -63,14 +64,7 @@ def conv(size: int, blocks: int, width: int, batch: int) -> Workload:
 
 def transformer(depth: int, width: int, steps: int, batch: int, words: int = 1000) -> Workload:
     def make() -> Any:
-        x = inputs = keras.Input((steps,), dtype="int32")
-        x = keras.layers.Embedding(words, width)(x)
-        for _ in range(depth):
-            attention = keras.layers.MultiHeadAttention(8, width // 8)
-            x = keras.layers.LayerNormalization()(keras.layers.Add()([x, attention(x, x)]))
-            hidden = keras.layers.Dense(width)(keras.layers.Dense(4 * width, activation="gelu")(x))
-            x = keras.layers.LayerNormalization()(keras.layers.Add()([x, hidden]))
-        return keras.Model(inputs, keras.layers.Dense(words)(x))
+        return tagger(depth, width, steps, words)
 
     rng = np.random.default_rng(0)
     return make, rng.integers(0, words, (batch, steps)), rng.integers(0, words, (batch, steps))

@@ -199,7 +199,7 @@ class Planner:
     def propose(self, data: Any, device: Device, limit: int, caution: float) -> Plan | None:
         """A plan for this very batch, or `None` where nothing can be said about it, or nothing fits by the estimate.
 
-        Estimates have not been checked on GPUs, so nobody is refused on their word: what does not fit will say so.
+        Estimates are far off at times, so nobody is refused on their word: what does not fit will say so.
         """
         # In steps of a percent: a second run, with a few bytes more or less in use, finds the plan of the first.
         limit -= limit % (1 << max(0, limit.bit_length() - 7))

@@ -338,3 +338,31 @@ def test_batch_statistics_stay_those_of_the_whole_batch(children):
     assert answer["run"]["plan"]["caveats"] == []
     for a, b in zip(weights, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_room_for_what_an_update_computes_is_counted_where_that_is_for_all_weights_at_once():
+    model = a_model()
+    planner = Planner(backends.current(), model, frozenset({"microbatch"}), cache=False)
+    weights = sum(int(np.prod(v.shape)) * 4 for v in model.trainable_variables)
+    assert planner._while_updating() == (2 * weights if BACKEND == "torch" else 0)
+
+
+def test_a_plan_that_is_exact_only_if_nothing_goes_wrong_is_not_taken(monkeypatch):
+    from oomproof import plans
+
+    model = a_model(keras.layers.BatchNormalization)
+    planner = Planner(backends.current(), model, plans.allowed("default"), cache=False)
+    usual = plans._HARDLY
+
+    def exact(limit, hardly):
+        monkeypatch.setattr(plans, "_HARDLY", hardly)
+        found = planner.propose(data(1024), FakeMemory(limit).describe(), limit, 1.0)
+        return found is None or not found.caveats
+
+    # The least at which an exact plan is taken that leaves nothing.
+    low, high = 4 * MIB, 1024 * MIB
+    while high - low > MIB // 4:
+        middle = (low + high) // 2
+        low, high = (low, middle) if exact(middle, 1.0) else (middle, high)
+    assert exact(high, 1.0)
+    assert not exact(high, usual)

@@ -134,3 +134,63 @@ def test_walks_without_cycles_find_what_kerass_own_find(structure, top_down):
     plain = found()
     with without_cycles():
         assert repr(found()) == repr(plain)
+
+
+def traced(model, x, phase="train", **options):
+    from oomproof.tracing import Spec, Target, Workload
+
+    y = None if phase == "predict" else Spec((x[0],), "int32")
+    return backends.current().trace(model, Workload(Spec(x, "float32"), y, phase, False, Target(True), **options))
+
+
+def test_cublas_has_a_workspace_for_each_thread_that_multiplies():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    def workspaces(phase):
+        large = [b for b in traced(model, (2, 8), phase).buffers if b.start < 0 and b.size > 2**20]
+        return len(large)
+
+    assert workspaces("train") == 2
+    assert workspaces("predict") == 1
+
+
+def test_the_step_of_a_guarded_model_is_traced_without_garbage():
+    block = keras.Sequential([keras.layers.LayerNormalization(), keras.layers.Dense(32, activation="gelu")])
+    inputs = x = keras.Input((16, 32))
+    for _ in range(12):
+        x = keras.layers.Add()([x, block(x)])
+    model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.GlobalAveragePooling1D()(x)))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    def waits(guarded):
+        """How long activations are held, in bytes times ops."""
+        return sum(b.size * (b.end - b.start) for b in traced(model, (64, 16, 32), guarded=guarded).buffers)
+
+    assert waits(guarded=True) < waits(guarded=False)
+
+
+def test_an_lstms_backward_pass_takes_room_in_single_precision():
+    def temporary(policy):
+        layer = keras.layers.LSTM(32, return_sequences=True, dtype=policy)
+        model = keras.Sequential([keras.Input((8, 16)), layer, keras.layers.GlobalAveragePooling1D()])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return max(b.size for b in traced(model, (64, 8, 16)).buffers if b.category == "temporary" and b.start >= 0)
+
+    assert temporary("float32") >= 5 * 64 * 8 * 32 * 4
+    assert temporary("mixed_float16") < 5 * 64 * 8 * 32 * 2
+
+
+def test_models_trained_side_by_side_put_kerass_walks_back():
+    from keras.src.tree import torchtree_impl
+
+    from oomproof.backends.torch.trees import without_cycles
+
+    own = torchtree_impl.traverse
+    first, second = without_cycles(), without_cycles()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torchtree_impl.traverse is not own
+    second.__exit__(None, None, None)
+    assert torchtree_impl.traverse is own

@@ -73,6 +73,15 @@ def test_it_is_told_what_there_is_for_the_model_and_the_step():
     assert proposals.asked == [(256, "FAKE:0", 1000, 1.0)]
 
 
+def test_batches_that_are_on_the_device_already_are_not_counted_twice():
+    proposals = Proposals(None)
+    driver = driver_with(proposals, 10_000, slope=1)
+    driver.step.batches_on_device = 2
+    driver.run("train", BATCH)
+    # What is in use counts two batches of 256 samples of a byte each, which the plan counts, too.
+    assert proposals.asked[0][2] == 10_000 + 2 * 256
+
+
 def test_where_no_plan_is_needed_the_batch_runs_as_it_is():
     driver = driver_with(Proposals(None), 10_000, slope=10)
     driver.run("train", BATCH)

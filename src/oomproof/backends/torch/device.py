@@ -127,8 +127,9 @@ class TorchMemory:
 
 def _forget_failed_backward() -> None:
     """A backward pass that failed leaves its graph in the queue of its thread, until the next one empties that."""
-    with torch.enable_grad():
-        torch.zeros((), requires_grad=True).clone().backward()
+    # On the host, whatever the user's default device is: there may be no memory on that one.
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), device="cpu", requires_grad=True).clone().backward()
 
 
 def says_memory(error: BaseException) -> bool:

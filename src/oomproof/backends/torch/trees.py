@@ -9,6 +9,7 @@ next one is.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from keras.src.tree import torchtree_impl
 
 _WALKS = ("_dict_to_ordered_dict", "traverse")
 _original: dict[str, Any] = {name: getattr(torchtree_impl, name, None) for name in _WALKS}
+_lock = threading.Lock()
+_users = 0
 
 
 def _in_order(structure: Any) -> Any:
@@ -58,11 +61,16 @@ def without_cycles() -> Iterator[None]:
     if None in _original.values():  # A Keras that walks in another way.
         yield
         return
-    before = {name: getattr(torchtree_impl, name) for name in _WALKS}
-    try:
+    global _users
+    with _lock:
+        _users += 1
         torchtree_impl._dict_to_ordered_dict = _in_order
         torchtree_impl.traverse = _traversed
+    try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(torchtree_impl, name, function)
+        with _lock:
+            _users -= 1
+            # Models may be trained side by side: the last one puts Keras's own back.
+            for name, function in _original.items() if not _users else ():
+                setattr(torchtree_impl, name, function)
