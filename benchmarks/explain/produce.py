@@ -199,8 +199,8 @@ def _without_paths(text: str) -> str:
     return re.sub(r"\S*/bin/python3?(?:\.\d+)?", "python", text)
 
 
-def produce(name: str) -> dict[str, Any]:
-    code, through, extra, limit, expected = CASES[name]
+def produce(name: str, case: Case) -> dict[str, Any]:
+    code, through, extra, limit, expected = case
     environment = {**os.environ, **extra}
     with tempfile.TemporaryDirectory() as folder:
         script = pathlib.Path(folder) / "train.py"
@@ -230,7 +230,7 @@ def main() -> None:
     if path.exists():
         kept = {case["name"]: case for case in map(json.loads, path.read_text().splitlines())}
     for name in wanted:
-        kept[name] = produce(name)
+        kept[name] = produce(name, CASES[name])
         print(f"{name}: {len(kept[name]['text'])} characters", flush=True)
         path.write_text("".join(json.dumps(kept[each]) + "\n" for each in CASES if each in kept))
 

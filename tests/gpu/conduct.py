@@ -1,7 +1,7 @@
 """Runs what is measured on a GPU side by side where only memory counts, and alone where time does.
 
-    python tests/gpu/conduct.py jax-torch OUT --seconds 530 --alone 290,530
-    python tests/gpu/conduct.py tensorflow OUT --seconds 450 --alone 0,140 --ready FILE
+    python tests/gpu/conduct.py truth OUT --seconds 730 --alone 0,330
+    python tests/gpu/conduct.py plans OUT --seconds 800 --alone 0,250 --ready FILE
 
 The jobs of each program are listed below, most wanted first. Those that count memory run together as far as cores and
 card allow; between the two seconds of --alone those that take times run one after another; then the rest goes on.
@@ -71,32 +71,35 @@ def plan_times(backend: str, limit: int, more: str) -> Job:
 
 DOCTOR = "python -c 'from oomproof.cli import main; main()' doctor"
 SOME = "--models encoder,residual_batchnorm,mlp,plain_cnn --shares 0.5,0.25"
+PEERS = "python benchmarks/peers.py --steps 3 --only oomproof,accelerate,lightning-binsearch,halving,lightning-power"
+RECOMPUTED = "--parts recompute-transformer,recompute-residual --shares 0.5,0.25,0.2"
+
+
+def explain(*backends: str) -> Job:
+    command = f"python benchmarks/explain/produce_gpu.py $O {' '.join(backends)}"
+    return Job(f"explain-{backends[0]}", backends[0], command, 90, alone=True)
+
+
 PROGRAMS = {
-    "jax-torch": (
-        plans("torch", 4, 300),
-        plans("jax", 6, 300),
-        collect("jax", 5, 0.4, 310),
-        collect("torch", 4, 0.25, 200),
-        oom("jax_blind", "jax", 120, "--caps '' --recoveries 3 --blind"),
-        Job("peers", "torch", "python benchmarks/peers.py --steps 3", 170, alone=True),
-        step("recompute-torch", "torch", 60, "--parts recompute-transformer,recompute-residual --shares 0.5,0.25,0.2"),
-        step("recompute-jax", "jax", 100, "--parts recompute-transformer --shares 0.25 --steps 20"),
-    ),
-    "torch-tensorflow": (
-        plans("torch", 6, 300),
+    "truth": (
+        Job("peers", "torch", PEERS, 230, alone=True),
+        step("recompute-torch", "torch", 60, RECOMPUTED),
+        explain("torch", "jax"),
+        collect("tensorflow-graph", 5, 0.3, 400),
+        collect("tensorflow-xla", 5, 0.3, 500),
+        collect("jax", 4, 0.3, 500, "--retry"),
         Job("doctor", "torch", f"{DOCTOR}; {DOCTOR} --json", 40),
-        oom("tensorflow_graph", "tensorflow", 240, "--jit no --caps 3000 --recoveries 5"),
-        oom("tensorflow_xla", "tensorflow", 240, "--jit yes --net tokens --caps 3000 --recoveries 5"),
-        collect("torch", 4, 0.2, 200),
-        Job("peers", "torch", "python benchmarks/peers.py --steps 3", 160, alone=True),
-        step("recompute-torch", "torch", 60, "--parts recompute-transformer,recompute-residual --shares 0.5,0.25,0.2"),
+        score("probe", "torch", 250),
+        collect("torch", 3, 0.3, 200),
     ),
-    "tensorflow": (
+    "plans": (
         plan_times("torch", 140, "--total-s 100 --levels 3"),
-        collect("tensorflow-graph", 5, 0.3, 300),
-        collect("tensorflow-xla", 4, 0.3, 300),
-        plans("tensorflow", 4, 300, f"--jit off {SOME}", "plans-tensorflow-graph"),
-        plans("tensorflow", 4, 300, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla"),
+        step("recompute-jax", "jax", 100, "--parts recompute-transformer --shares 0.25 --steps 20"),
+        plans("torch", 6, 400),
+        plans("jax", 4, 400),
+        plans("tensorflow", 3, 300, f"--jit off {SOME}", "plans-tensorflow-graph"),
+        plans("tensorflow", 2, 300, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla"),
+        score("compile", "jax", 250),
     ),
 }
 
