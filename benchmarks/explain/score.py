@@ -35,6 +35,7 @@ SETS = {
     "tuned": (
         "cases-tuned.jsonl",
         "cases-produced.jsonl",
+        "cases-produced-gpu.jsonl",
         "cases-independent.jsonl",
         "cases-independent-2.jsonl",
     ),

@@ -64,7 +64,14 @@ def test_to_json_and_back(cause: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cases-tuned.jsonl", "cases-produced.jsonl", "cases-independent.jsonl", "cases-independent-2.jsonl"]
+    "name",
+    [
+        "cases-tuned.jsonl",
+        "cases-produced.jsonl",
+        "cases-produced-gpu.jsonl",
+        "cases-independent.jsonl",
+        "cases-independent-2.jsonl",
+    ],
 )
 def test_the_cases_that_were_looked_at(name: str) -> None:
     """Held-out cases are scored by the benchmark alone, so that nobody tunes to them."""

@@ -106,8 +106,10 @@ def _asked(incident: Incident, root: Hit) -> _Asked:
     def first(*names: str) -> Any:
         return next((each[name] for each in said for name in names if each.get(name) is not None), None)
 
-    stated = first("bytes")
-    rounded = first("size")
+    stated, rounded = first("bytes"), first("size")
+    if (own := root.said.get("size")) is not None and stated is not None and abs(stated - own) > 0.01 * own:
+        # The exact figure of another request, such as one for a pool that had failed before.
+        stated, rounded = None, own
     shape, dtype, op = first("shape"), first("dtype"), details.get("op")
     exact = None
     if shape and dtype in DTYPE_BYTES:
@@ -229,7 +231,9 @@ def _device_cause(
         text = f"{format_bytes(loose)} were free, but in pieces too small for {format_bytes(size or 0)}: fragmentation."
         return "fragmentation", sure * 0.9, text
     held = numbers.get("held_elsewhere", 0)
-    if total and held >= _HELD * total:
+    # Where the process has a limit of its own and the device has room, the others are not in its way.
+    has_room = "limit" in numbers and numbers.get("free", 0) >= (size or numbers["limit"])
+    if total and held >= _HELD * total and not has_room:
         return "held-elsewhere", sure * 0.95, f"Something else on the device holds {format_bytes(held)} of{room}."
     if size and _not_given(numbers, size):
         text = (
@@ -239,6 +243,10 @@ def _device_cause(
     if "cuda-driver-allocation" in incident.hits and numbers.get("in_use", 0) < _FULL * (total or 1):
         text = "The device did not give what the framework wanted when it started: something else holds it."
         return "held-elsewhere", sure * 0.75, text
+    if root.pattern.name == "torch-cuda-error" and not incident.fitted_before:
+        # torch's allocator says what it asked for; without that the driver had no room for as much as a context.
+        text = "The driver itself ran out before anything was asked for: something else holds the device's memory."
+        return "held-elsewhere", sure * 0.9, text
     if total is None and 0 < numbers.get("capacity", 0) < _SMALL_DEVICE:
         return _left_little(numbers, sure)
     progress = scan.progress

@@ -87,7 +87,8 @@ PATTERNS = (
         "cuda-driver-allocation",
         "soft",
         "failed to allocate",
-        r"failed to allocate (?P<size>[\d.]+[KMGTP]?i?B?) ?\((?P<bytes>\d+) bytes\) from device:? ?.{0,80}?OUT_OF_MEMORY",
+        r"failed to allocate (?:device memory of )?(?P<size>[\d.]+[KMGTP]?i?B?) ?\((?P<bytes>\d+) bytes\)"
+        r"(?: from device)?:? ?.{0,80}?OUT_OF_MEMORY",
         "I tensorflow/stream_executor/cuda/cuda_driver.cc:732] failed to allocate 9.42G (10118955008 bytes) from device: "
         "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
         "tensorflow",

@@ -11,7 +11,8 @@ PATTERNS = (
         "jax-context",
         "failure",
         "cuda_error_out_of_memory",
-        r"(?:external/xla|jax).{0,300}?CUDA_ERROR_OUT_OF_MEMORY",
+        r"(?:external/xla|jax).{0,300}?CUDA_ERROR_OUT_OF_MEMORY|"
+        r"Failed to create stream executor for device.{0,60}?CUDA_ERROR_OUT_OF_MEMORY",
         "W external/xla/xla/service/platform_util.cc:206] unable to create StreamExecutor for CUDA:0: "
         "cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
         "jax",
@@ -154,7 +155,7 @@ PATTERNS = (
         "xla-operator",
         "detail",
         "op_name=",
-        r"op_name=\"(?P<buffer_op>[^\"\[]{1,400})",
+        r"op_name=\"(?P<buffer_op>[^\"\[/]{1,200}/[^\"\[]{1,400})",
         'Operator: op_name="jit(train_step)/jit(main)/jvp(dense_3)/dot_general[dimension_numbers=()]" source_line=3',
     ),
     Pattern(
