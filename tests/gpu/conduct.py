@@ -43,10 +43,10 @@ def collect(stack: str, cores: int, usable: float, limit: int, more: str = "") -
     return Job(name, stack.split("-")[0], command, limit, cores, int(usable * 139))
 
 
-def plans(backend: str, cores: int, limit: int, more: str = "", name: str = "") -> Job:
+def plans(backend: str, cores: int, limit: int, more: str = "", name: str = "", card: int = 30) -> Job:
     name = name or f"plans-{backend}"
     command = f"python benchmarks/plans.py --device gpu --jobs {cores} {more} --out $O/{name}.jsonl"
-    return Job(name, backend, command, limit, cores, 30)
+    return Job(name, backend, command, limit, cores, card)
 
 
 def score(engine: str, stack: str, limit: int) -> Job:
@@ -69,7 +69,7 @@ def plan_times(backend: str, limit: int, more: str) -> Job:
     return Job(f"plan-times-{backend}", backend, command, limit, alone=True)
 
 
-DOCTOR = "python -c 'from oomproof.cli import main; main()' doctor"
+DOCTOR = "import json; from oomproof.doctor.checks import check; print(check()); print(json.dumps(check().to_json()))"
 SOME = "--models encoder,residual_batchnorm,mlp,plain_cnn --shares 0.5,0.25"
 PEERS = "python benchmarks/peers.py --steps 3 --only oomproof,accelerate,lightning-binsearch,halving,lightning-power"
 RECOMPUTED = "--parts recompute-transformer,recompute-residual --shares 0.5,0.25,0.2"
@@ -88,18 +88,25 @@ PROGRAMS = {
         collect("tensorflow-graph", 5, 0.3, 400),
         collect("tensorflow-xla", 5, 0.3, 500),
         collect("jax", 4, 0.3, 500, "--retry"),
-        Job("doctor", "torch", f"{DOCTOR}; {DOCTOR} --json", 40),
+        Job("doctor", "torch", f"python -c '{DOCTOR}'", 60, card=1),
         score("probe", "torch", 250),
         collect("torch", 3, 0.3, 200),
     ),
     "plans": (
-        plan_times("torch", 140, "--total-s 100 --levels 3"),
-        step("recompute-jax", "jax", 100, "--parts recompute-transformer --shares 0.25 --steps 20"),
-        plans("torch", 6, 400),
-        plans("jax", 4, 400),
-        plans("tensorflow", 3, 300, f"--jit off {SOME}", "plans-tensorflow-graph"),
-        plans("tensorflow", 2, 300, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla"),
+        plan_times("torch", 125, "--total-s 95 --levels 3 --steps 6"),
+        step("recompute-residual-torch", "torch", 60, "--parts recompute-residual --shares 0.5,0.3 --steps 12"),
+        step("recompute-jax", "jax", 110, "--parts recompute-transformer --shares 0.25,0.2 --steps 15"),
+        plans("torch", 5, 450, card=50),
+        plans("jax", 4, 500, card=40),
+        Job("doctor", "torch", f"python -c '{DOCTOR}'", 60, card=1),
+        Job("tight", "tensorflow", "python benchmarks/estimate/tight.py --out $O --jobs 2", 250, 2, 10),
+        collect("tensorflow-graph", 4, 0.2, 400),
+        plans("tensorflow", 3, 300, f"--jit off {SOME}", "plans-tensorflow-graph", 20),
+        Job("largest", "torch", "python benchmarks/largest.py --total-s 270 --out $O/largest.jsonl", 290, 4, 35),
+        score("probe", "torch", 250),
+        plans("tensorflow", 2, 300, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla", 20),
         score("compile", "jax", 250),
+        collect("jax", 3, 0.3, 300),
     ),
 }
 

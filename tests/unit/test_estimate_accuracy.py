@@ -38,6 +38,12 @@ def test_runs_without_a_peak_say_why():
     assert truth_of(measured(None, None)) == {"outcome": "not measured", "truth": None}
 
 
+def test_what_tensorflow_takes_to_look_for_kernels_is_kept_beside_the_truth():
+    found = truth_of(measured(130, 120, stack="tensorflow-graph"))
+    assert found == {"outcome": "finished", "truth": 120, "with_search": 130}
+    assert truth_of(measured(130, stack="tensorflow-graph")) == {"outcome": "finished", "truth": 130}
+
+
 def test_a_peak_from_before_fit_is_no_truth_where_it_cannot_be_reset():
     assert truth_of(measured(100, 100, built=100, stack="jax")) == {"outcome": "peak before fit", "truth": None}
     assert truth_of(measured(101, 101, built=100, stack="jax"))["truth"] == 101
