@@ -96,13 +96,16 @@ PROGRAMS = {
         plan_times("torch", 125, "--total-s 95 --levels 3 --steps 6"),
         step("recompute-residual-torch", "torch", 60, "--parts recompute-residual --shares 0.5,0.3 --steps 12"),
         step("recompute-jax", "jax", 110, "--parts recompute-transformer --shares 0.25,0.2 --steps 15"),
+        explain("tensorflow"),
         plans("torch", 5, 450, card=50),
         plans("jax", 4, 500, card=40),
         Job("doctor", "torch", f"python -c '{DOCTOR}'", 60, card=1),
         Job("tight", "tensorflow", "python benchmarks/estimate/tight.py --out $O --jobs 2", 250, 2, 10),
         collect("tensorflow-graph", 4, 0.2, 400),
         plans("tensorflow", 3, 300, f"--jit off {SOME}", "plans-tensorflow-graph", 20),
-        Job("largest", "torch", "python benchmarks/largest.py --total-s 270 --out $O/largest.jsonl", 290, 4, 35),
+        Job(
+            "largest", "torch", "python benchmarks/largest.py --total-s 270 --jobs 4 --out $O/largest.jsonl", 290, 4, 35
+        ),
         score("probe", "torch", 250),
         plans("tensorflow", 2, 300, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla", 20),
         score("compile", "jax", 250),
