@@ -28,6 +28,8 @@ _EVERY_NUMBER = 64
 # Where the estimate and the sum of the parts differ by more, the parts miss the moment of the peak.
 _FAR_OFF = 4
 _ROWS = 12
+# What recomputing everything adds to the time the host takes: on torch, nearly as much as was there.
+_STARTED_AGAIN = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Way:
         speed: Time of its plain step, as a multiple of that of the user's own way.
         piece_cost: Time that each piece beyond the first adds, as a share of its plain step's.
         forward_share: Time of its forward pass, as a share of its plain step's.
+        host: Time the host takes to start everything in a plain step, as a multiple of the device's; 0 where nothing
+            is started one by one.
         equal_pieces_only: Whether numbers of pieces are powers of two.
         adds_up: Whether the gradients of a piece are made beside the sum over pieces, not in it.
         batch_on_device: Whether the whole batch stays on the device while its pieces run.
@@ -57,6 +61,7 @@ class Way:
     speed: float
     piece_cost: float
     forward_share: float = 1 / 3
+    host: float = 0.0
     equal_pieces_only: bool = False
     adds_up: bool = True
     batch_on_device: bool = True
@@ -99,7 +104,11 @@ def predict(way: Way, micro: int, batch_size: int, runs: remat.Runs = ()) -> int
 def time_of(way: Way, pieces: int, runs: remat.Runs = ()) -> float:
     """Time of a step, as a multiple of the plain step of the user's own way."""
     recomputed = sum(way.chain.stretches[at].cost for run in runs for at in range(*run))
-    return way.speed * (1 + way.forward_share * recomputed + way.piece_cost * (pieces - 1))
+    device = 1 + way.forward_share * recomputed + way.piece_cost * (pieces - 1)
+    # Pieces are smaller, but there is as much to start in each.
+    host = way.host * pieces * (1 + _STARTED_AGAIN * recomputed)
+    # Host and device wait for each other now and then: longer than the slower of the two, shorter than both.
+    return way.speed * math.hypot(device, host) / math.hypot(1, way.host)
 
 
 def make(request: Request, ways: Sequence[Way]) -> Plan:

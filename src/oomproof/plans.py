@@ -24,7 +24,7 @@ from oomproof.estimation.chain import chain_of
 from oomproof.estimation.estimator import card_of, check_model, is_compiled, mode_of
 from oomproof.estimation.workloads import InputShape, check_batch_size, describe, with_next_batch
 from oomproof.records import Device, Plan
-from oomproof.tracing import Spec, Target, Workload
+from oomproof.tracing import Chain, Spec, Target, Workload
 from oomproof.units import parse_budget, tensor_bytes
 
 logger = logging.getLogger("oomproof")
@@ -33,15 +33,20 @@ LEVERS = ("microbatch", "recompute", "xla", "mixed_precision", "batch_statistics
 _EXACT = frozenset({"microbatch", "recompute", "xla"})
 _WORDS = {"exact": _EXACT, "default": _EXACT | {"batch_statistics"}}
 
-# What each piece of a batch beyond the first adds to the time of a step, as a share of it: medians over the rows of
-# benchmarks/results/step-gpu-*pieces*.json, one GPU, two nets. TensorFlow compiled: one net in four pieces, no file.
+# What each piece of a batch beyond the first adds to the time the device takes, as a share of it: medians over the rows
+# of benchmarks/results/step-gpu-*pieces*.json, one GPU, two nets. TensorFlow compiled: one net in four pieces, no file.
+# On torch it is the host that takes longer.
 _PIECE_COST = {
     ("jax", "compiled"): 0.02,
     ("tensorflow", "compiled"): 0.05,
     ("tensorflow", "graph"): 0.09,
-    ("torch", "eager"): 0.14,
+    ("torch", "eager"): 0.02,
 }
 _USUAL_PIECE_COST = 0.10
+# Seconds the host takes for a layer, forward and back, where kernels are started one by one; and how fast cards are
+# next to the one that costs are for, by compute capability. From six nets on one H200; the other cards are guesses.
+_SECONDS_TO_START = 0.0006
+_SPEEDS = {(9, 0): 3.5, (8, 9): 1.5, (8, 6): 1.0, (8, 0): 2.0, (7, 5): 0.5}
 # Guesses, on the slow side: on a conv net XLA took less than a quarter of the time of graph mode.
 _SPEED_OF_XLA = 0.4
 _SPEED_OF_MIXED_PRECISION = 0.6
@@ -326,6 +331,7 @@ class Planner:
             chain=chain,
             speed=speed,
             piece_cost=_PIECE_COST.get((backend.name, mode), _USUAL_PIECE_COST),
+            host=_host_share(chain, workload) if mode == "eager" else 0.0,
             equal_pieces_only=workload.jit and backend.name != "torch",
             adds_up=backend.name != "torch",
             batch_on_device=backend.name != "torch",
@@ -339,6 +345,15 @@ class Planner:
         """
         weights = self._model.trainable_variables if self._backend.name == "torch" else ()
         return 2 * sum(tensor_bytes(tuple(v.shape), str(v.dtype)) for v in weights)
+
+
+def _host_share(chain: Chain, workload: Workload) -> float:
+    """Time the host takes to start a step, as a multiple of the device's. CPUs are their own host."""
+    if not workload.target.gpu or not chain.seconds:
+        return 0.0
+    capability = workload.target.capability
+    speed = next((speed for known, speed in _SPEEDS.items() if capability >= known), 1.0)
+    return _SECONDS_TO_START * chain.calls / (3 * chain.seconds / speed)
 
 
 def _samples(workload: Workload) -> int:

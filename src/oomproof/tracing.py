@@ -187,6 +187,8 @@ class Chain:
         outside: Bytes kept for the backward pass by what is no stretch: the loss, metrics.
         update: Most bytes beside `resident` and gradients while the optimizer runs.
         peak: Bytes at the peak of the plain step, as estimated. The rest explains it; this is what counts.
+        seconds: About how long the forward pass takes on a usual card.
+        calls: How many layers are called in it, those inside of others included.
     """
 
     batch_size: int
@@ -196,3 +198,5 @@ class Chain:
     outside: int
     update: int
     peak: int
+    seconds: float = 0.0
+    calls: int = 0

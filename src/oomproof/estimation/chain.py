@@ -64,6 +64,8 @@ def chain_of(model: Any, workload: Workload, trace: Trace, peak: int, backend: B
         outside=account.outside,
         update=account.update,
         peak=peak,
+        seconds=sum(costs),
+        calls=sum(calls.layers(index) for group in groups for index in group),
     )
 
 
@@ -140,6 +142,12 @@ class Calls:
 
     def cost(self, index: int) -> float:
         return cost_of(self._made[index].call.operation, *self._shapes(index))
+
+    def layers(self, index: int) -> int:
+        """How many layers it calls, itself included."""
+        operation = self._made[index].call.operation
+        inner = operation._flatten_layers(include_self=False) if isinstance(operation, keras.Layer) else ()
+        return 1 + len(list(inner))
 
     def _shapes(self, index: int) -> tuple[list[Spec], list[Spec]]:
         made = self._made[index]
