@@ -28,6 +28,10 @@ _COMPILED_PROBES = 3
 # How often a plan is made anew, and by how much it is then taken for too low.
 _REPLANS = 3
 _CAUTION = 1.2
+# A plan that fills more of the room than the first is tried on small pieces, and corrected where they say that it fills
+# more than the second of what is free.
+_TIGHT = 0.8
+_TIGHT_AT_LAST = 0.98
 # An allocator that is nearly full waits for memory instead of failing. TensorFlow's waits ten seconds.
 _STALL_SECONDS = 8.0
 
@@ -219,6 +223,7 @@ class Driver:
             plan = self._plan_ahead(batch)
             if plan is not None and plan is not self.settings.start:
                 self._note_plan(batch, "plan", plan, batch.size, self._gauge.free())
+                self._verify(batch, plan)
         if self._pieces(batch) > 1:
             self._check_splittable(batch)
         if not self._gauge.measurable:
@@ -249,10 +254,9 @@ class Driver:
         self._plans += 1
         plan, propose = self.settings.start, self.settings.propose
         if plan is None and propose is not None and self._gauge.measurable:
-            resident = self.step.resident()
             # The model is on the device already, and batches may be, so what is in use counts less their share.
-            there = resident["weights"] + resident["optimizer"] + self.step.batches_on_device * batch.bytes
-            plan = propose(batch.data, self._gauge.device, self._gauge.free() + there, caution)
+            room = self._gauge.free() + sum(self._there(batch))
+            plan = propose(batch.data, self._gauge.device, room, caution)
         if plan is None:
             return None
         sizing = self._sizing["train"]
@@ -270,6 +274,30 @@ class Driver:
             return None
         self._planned = plan
         return plan
+
+    def _verify(self, batch: Batch, plan: Plan) -> None:
+        """Tries a plan that leaves little room on small pieces first, and corrects it once if they take more than said.
+
+        What kernels take to work in is known to them alone.
+        """
+        if not self.step.tries_are_cheap or self.settings.budget is not None or plan.predicted is None:
+            return
+        there, volume = sum(self._there(batch)), batch.volume(self._pieces(batch))
+        if plan.predicted < _TIGHT * (self._gauge.free() + there) or not self.step.splittable(batch.data):
+            return
+        self._probe(batch, volume)
+        need, free = self._sizing["train"].evidence.predict(volume), self._gauge.free()
+        if need is None or need <= _TIGHT_AT_LAST * free:
+            return
+        before = largest_piece(batch.size, self._pieces(batch))
+        corrected = self._plan_ahead(batch, caution=max((there + need) / plan.predicted, 1.0))
+        if corrected is not None:
+            self._note_plan(batch, "plan", corrected, before, free)
+
+    def _there(self, batch: Batch) -> tuple[int, int, int]:
+        """Bytes on the device that a plan counts, too: the model's, its optimizer's, and those of batches."""
+        resident = self.step.resident()
+        return resident["weights"], resident["optimizer"], self.step.batches_on_device * batch.bytes
 
     def _note_plan(
         self, batch: Batch, kind: EventKind, plan: Plan, before: int, free: int | None, seconds: float = 0.0

@@ -70,6 +70,8 @@ class Step(Protocol):
     budget: int | None
     # How many batches are on the device when a step begins: its own and those that are put there ahead of time.
     batches_on_device: int
+    # Whether a size that was never run before costs no more than to run it: nothing is traced or compiled for it.
+    tries_are_cheap: bool
     # Stretches that are computed again in the backward pass. Setting it forgets programs that were made for others;
     # ValueError for labels that the model does not have.
     recompute: tuple[str, ...]

@@ -85,6 +85,7 @@ class FakeStep:
     budget: int | None = None
     recompute: tuple[str, ...] = ()
     batches_on_device = 0
+    tries_are_cheap: bool = False
     failure: Exception | None = None
     trained: int = 0
 

@@ -39,6 +39,7 @@ class ModelStep:
     budget: int | None = None
     failure: Exception | None = None
     batches_on_device = 0
+    tries_are_cheap = False
 
     def settle(self) -> None:
         """Put in place by the driver."""

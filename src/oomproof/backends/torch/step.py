@@ -28,6 +28,7 @@ class TorchStep(ModelStep):
     """Runs logical batches of one compiled model, whole or in pieces."""
 
     engine: TorchEngine
+    tries_are_cheap = True
 
     def __init__(self, model: Any) -> None:
         super().__init__(model, TorchEngine(model))
