@@ -111,6 +111,10 @@ def main() -> None:
     parser.add_argument("--try-s", type=float, default=240, help="a try that takes longer counts as one that fails")
     parser.add_argument("--total-s", type=float, default=3600, help="after this the search ends where it is")
     parser.add_argument("--out", type=pathlib.Path, help="also append each try to this file as it comes")
+    parser.add_argument(
+        "--resume", type=pathlib.Path, help="written with --out: tries that are in it are not run again"
+    )
+    parser.add_argument("--machine", type=pathlib.Path, help="with --resume: a result from the machine it was run on")
     parser.add_argument("--name", help="of the result; largest-gpu-BACKEND otherwise")
     chosen = parser.parse_args()
     ceiling, deepest = (256, 8) if chosen.tiny else (4096, 384)
@@ -123,7 +127,7 @@ def main() -> None:
         return
     from _common import environment, write_result
 
-    if not chosen.tiny and environment()["gpu"] is None:
+    if not chosen.tiny and environment()["gpu"] is None and chosen.resume is None:
         print("needs a GPU; --tiny shows that it runs", file=sys.stderr)
         return
     from oomproof.units import parse_budget
@@ -144,6 +148,7 @@ def main() -> None:
             "accumulation_is": "the micro-batch that fits at once; several calls of a changed script make one update",
             "cells": found,
             "table": _table(found).splitlines(),
+            **({"measured_on": json.loads(chosen.machine.read_text())["environment"]} if chosen.machine else {}),
         },
     )
 
@@ -165,6 +170,8 @@ class Tries:
         self.chosen = chosen
         self.limit = limit
         self.end = time.monotonic() + chosen.total_s
+        told = [json.loads(line) for line in chosen.resume.read_text().splitlines()] if chosen.resume else []
+        self.known = {(each["cell"], each["value"]): each for each in told if each["outcome"] != "cut off"}
         self._lock = threading.Lock()
         self.env = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
         # Each plan is made anew, and processes side by side do not fight for cores.
@@ -183,11 +190,11 @@ class Tries:
         low, high, errors, over = 0, None, 0, False
         tries: list[Record] = []
         while (value := next_value(cell, low, high)) is not None:
-            left = self.end - time.monotonic()
-            if left < _SHORTEST_TRY:
+            left, known = self.end - time.monotonic(), self.known.get((cell.name, value))
+            if left < _SHORTEST_TRY and known is None:
                 over = True
                 break
-            answer = self._try(cell, value, left)
+            answer = known or self._try(cell, value, left)
             tries.append(answer)
             if answer["outcome"] == "trained":
                 low = value
