@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--total-s", type=float, default=3600, help="after this the search ends where it is")
     parser.add_argument("--out", type=pathlib.Path, help="also append each try to this file as it comes")
     parser.add_argument(
-        "--resume", type=pathlib.Path, help="written with --out: tries that are in it are not run again"
+        "--resume", type=pathlib.Path, help="written with --out: its tries are not run again"
     )
     parser.add_argument("--machine", type=pathlib.Path, help="with --resume: a result from the machine it was run on")
     parser.add_argument("--name", help="of the result; largest-gpu-BACKEND otherwise")

@@ -71,7 +71,7 @@ def _steady(facts: Facts) -> tuple[str, ...]:
         found.append(_conf("memory in pieces of any size"))
     if facts.raised_by in ("jax", "xla"):
         found.append(
-            "XLA_PYTHON_CLIENT_MEM_FRACTION=.92 python train.py  # with JAX, which takes 75 % of the card by default"
+            "XLA_PYTHON_CLIENT_MEM_FRACTION=.92 python train.py  # with JAX: 75 % of the card by default"
         )
     return tuple(found)
 
