@@ -225,6 +225,30 @@ def test_on_a_gpu_an_lstm_is_cudnns():
     assert "scan" in {op.name for op in here.ops}
 
 
+def test_attention_in_half_precision_is_cudnns_on_cards_that_can():
+    heads, length, batch = 4, 256, 8
+
+    def attention(policy):
+        keras.utils.clear_session(free_memory=False)
+        words = keras.Input((length, FEATURES))
+        mixed = layers.MultiHeadAttention(heads, FEATURES // heads, dtype=policy)(words, words)
+        model = keras.Model(words, layers.Dense(1, dtype="float32")(mixed))
+        model.compile("sgd", "mse")
+        return model
+
+    def kept(policy, capability):
+        x, y = Spec((batch, length, FEATURES), "float32"), Spec((batch, length, 1), "float32")
+        traced = trace(attention(policy), Workload(x, y, "train", True, Target(True, capability)))
+        return peak(traced), any("cuDNN" in note for note in traced.notes)
+
+    scores = batch * heads * length * length * 2
+    (old, told_old), (new, told_new) = kept("mixed_bfloat16", (7, 5)), kept("mixed_bfloat16", (8, 0))
+    assert old - new > scores
+    assert (told_old, told_new) == (False, True)
+    # Single precision is no matter of cuDNN.
+    assert kept("float32", (8, 0)) == kept("float32", (7, 5))
+
+
 def test_recomputed_layers_keep_less():
     def deep(mode):
         keras.utils.clear_session(free_memory=False)

@@ -70,9 +70,7 @@ def _steady(facts: Facts) -> tuple[str, ...]:
     if facts.raised_by == "torch":
         found.append(_conf("memory in pieces of any size"))
     if facts.raised_by in ("jax", "xla"):
-        found.append(
-            "XLA_PYTHON_CLIENT_MEM_FRACTION=.92 python train.py  # with JAX: 75 % of the card by default"
-        )
+        found.append("XLA_PYTHON_CLIENT_MEM_FRACTION=.92 python train.py  # with JAX: 75 % of the card by default")
     return tuple(found)
 
 

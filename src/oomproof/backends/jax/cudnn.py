@@ -1,12 +1,14 @@
 """What Keras asks the device about while it is traced, answered for a GPU that is not there.
 
 Keras hands an LSTM to cuDNN when JAX runs on a GPU. JAX then asks cuDNN how much room it wants, which needs the library
-and the card; here a model answers.
+and the card; here a model answers. Attention in half precision goes to cuDNN, too, on cards that are new enough, and
+then no scores are kept; JAX asks for the library's version and the card.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +19,9 @@ import jax
 from oomproof.tracing import Target
 
 _NOTE = "LSTM layers run in cuDNN; what it keeps is modelled."
+_ATTENTION_NOTE = "Attention is taken to run in cuDNN where it can: half precision, compute capability 8.0."
+_ATTENTION = "jax._src.cudnn.fused_attention_stablehlo"
+_CUDNN_VERSION = 91002
 
 
 @contextlib.contextmanager
@@ -43,7 +48,44 @@ def as_on(target: Target, notes: list[str]) -> Iterator[None]:
     with (
         mock.patch.object(keras_rnn, "_is_gpu_available", return_value=True),
         mock.patch.object(jax_rnn.gpu_rnn, name, sizes, create=True),
+        _attention_as_on(target, notes),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _attention_as_on(target: Target, notes: list[str]) -> Iterator[None]:
+    """Inside, JAX finds cuDNN and the target's compute capability where it looks whether cuDNN can do attention."""
+    try:
+        fused = importlib.import_module(_ATTENTION)
+    except ImportError:
+        yield
+        return
+
+    def at_least(capability: str) -> bool:
+        return target.capability >= tuple(map(int, capability.split(".")))
+
+    def equal(capability: str) -> bool:
+        return target.capability == tuple(map(int, capability.split(".")))
+
+    def checked(*arguments: Any, **options: Any) -> Any:
+        found = check(*arguments, **options)
+        if _ATTENTION_NOTE not in notes:
+            notes.append(_ATTENTION_NOTE)
+        return found
+
+    check: Any = getattr(fused, "check_is_flash_attention", None)
+    answers = {
+        "check_cudnn_version": lambda: _CUDNN_VERSION,
+        "check_compute_capability": at_least,
+        "is_cuda_compute_capability_equal": equal,
+        "check_is_flash_attention": functools.wraps(check)(checked) if check else None,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            # Other versions of JAX have other questions; what is not there is not asked.
+            if hasattr(fused, name):
+                stack.enter_context(mock.patch.object(fused, name, answer))
         yield
 
 
