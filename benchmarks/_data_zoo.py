@@ -1,7 +1,7 @@
 """Pipelines that people write, for benchmarks of `oomproof.data`. Each takes a few hundred megabytes.
 
-A pipeline is a generator: it makes its inputs (arrays, files), waits for the meter to be read, and yields the dataset. So
-what is measured is what the pipeline holds, and not the arrays of the user.
+A pipeline is a generator: it makes its inputs (arrays, files), waits for the meter to be read, and yields the dataset.
+So what is measured is what the pipeline holds, and not the arrays of the user.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each pipeline runs in a process of its own. Measured is the growth of resident memory at its peak, over a process that
 has imported everything, run tiny pipelines and made its inputs. The first elements are taken slowly, so that buffers
-fill up. Twice: with allocators that give memory back when it is freed ("exact": what is held is what is resident), and as
-TensorFlow comes ("as it comes": oneDNN's allocator and glibc keep some of what was freed).
+fill up. Twice: with allocators that give memory back when it is freed ("exact": what is held is what is resident), and
+as TensorFlow comes ("as it comes": oneDNN's allocator and glibc keep some of what was freed).
 
     python benchmarks/data_audit.py
 """
@@ -50,6 +50,7 @@ def warm_up() -> None:
 def measure(name: str, folder: pathlib.Path) -> dict[str, Any]:
     import numpy as np
     import tensorflow as tf
+
     from _data_zoo import PIPELINES
 
     warm_up()
@@ -77,10 +78,9 @@ def measure(name: str, folder: pathlib.Path) -> dict[str, Any]:
 
 def predict(names: list[str], folder: pathlib.Path) -> dict[str, Any]:
     from _data_zoo import PIPELINES
-
     from oomproof.data import audit
 
-    found = {}
+    found: dict[str, Any] = {}
     for name in names:
         inside = folder / name
         inside.mkdir()

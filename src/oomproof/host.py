@@ -1,4 +1,4 @@
-"""Memory of this machine and of this process, as far as the kernel tells: control groups count as the machine they make.
+"""Memory of this machine and of this process, as far as the kernel tells. A control group is a machine.
 
 Where it is read from can be handed in, so that tests can describe any machine.
 """
@@ -31,7 +31,7 @@ def available(root: pathlib.Path = _ROOT) -> int | None:
 def resident(root: pathlib.Path = _ROOT, pid: int | None = None) -> int | None:
     """Bytes of RAM that this process and the processes it started hold; `None` where that cannot be read.
 
-    Pages that they share (what a forked worker has not written to) count once, where the kernel says how they are shared.
+    Pages that they share (what a forked worker has not written to) count once, where the kernel says so.
     """
     family = _family(root, os.getpid() if pid is None else pid)
     # What one process shares with strangers (libraries) it holds all the same; what kin share is held once.

@@ -15,8 +15,8 @@ def audit(data: Any, *, batch_size: int | None = None) -> DataAudit:
     Args:
         data: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a torch `DataLoader`, NumPy arrays as they are given to
             `fit` (one, or a tuple, list or dict of them), or a Python generator.
-        batch_size: Samples in a batch, for arrays (32 by default, as in Keras). A `tf.data.Dataset` that is not batched is
-            looked at as if it were batched by this.
+        batch_size: Samples in a batch, for arrays (32 by default, as in Keras). A `tf.data.Dataset` that is not batched
+            is looked at as if it were batched by this.
 
     Returns:
         A `DataAudit`. It prints itself.

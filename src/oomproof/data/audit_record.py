@@ -35,8 +35,8 @@ class DataAudit:
     Attributes:
         kind: `"tf.data"`, `"arrays"`, `"PyDataset"`, `"DataLoader"` or `"generator"`.
         stages: In the order data takes. Their bytes sum up to `host_bytes`.
-        host_bytes: RAM held at the peak, when whoever takes the batches is slower than the pipeline. A lower bound where
-            a stage is unknown.
+        host_bytes: RAM held at the peak, when whoever takes the batches is slower than the pipeline. A lower bound
+            where a stage is unknown.
         device_bytes: What is placed on the device for it at once.
         bound_bytes: RAM it can grow to where TensorFlow sizes buffers by itself (AUTOTUNE), or `None` without such.
         available: RAM that was free, or `None` where that cannot be read.

@@ -9,10 +9,12 @@ from oomproof import host
 from oomproof.data.audit_record import DataAudit, Stage
 from oomproof.data.audit_tf_findings import findings
 from oomproof.data.tf_chain import AUTOTUNE, Node, chain_of, walk
-from oomproof.data.tf_elements import Elements
+from oomproof.data.tf_elements import Elements, batch_size_at
 from oomproof.data.tf_memory import Accounts, Settings, settings_of
 from oomproof.units import format_bytes
 
+# A copy of less is not worth a line.
+_WORTH_IT = 2**20
 # oneDNN's allocator, which TensorFlow has on most x86 machines, keeps what was freed if it was at least this large.
 _POOLED = 256 * 2**10
 
@@ -20,6 +22,8 @@ _POOLED = 256 * 2**10
 def audit_tf(dataset: Any, batch_size: int | None, placed: bool) -> DataAudit:
     """What a tf.data pipeline will hold. `placed`: its batches go to a device with memory of its own."""
     end = chain_of(dataset)
+    if batch_size is not None and batch_size_at(end) is None and not any(node.kind == "unknown" for node in walk(end)):
+        end = chain_of(dataset.batch(batch_size))
     elements, settings = Elements(), settings_of(end)
     books = Accounts(end, elements, settings)
     stages = _stages(end, books)
@@ -29,7 +33,9 @@ def audit_tf(dataset: Any, batch_size: int | None, placed: bool) -> DataAudit:
         stages.append(Stage("prefetch(1)", rest, "put at the end by TensorFlow"))
     total = _with_rewriting(end, elements, settings, running)
     if total > running:
-        stages.append(Stage("iterator", total - running, "source tensors are copied when TensorFlow optimises a pipeline"))
+        stages.append(
+            Stage("iterator", total - running, "source tensors are copied when TensorFlow optimises a pipeline")
+        )
     element = _bytes(elements, end) or 0
     available = host.available()
     return DataAudit(
@@ -88,7 +94,7 @@ def _whose(node: Node) -> str:
 def _with_rewriting(end: Node, elements: Elements, settings: Settings, running: int) -> int:
     """Bytes at the peak, with the copy of the source tensors that optimising a pipeline takes for a moment."""
     sources = Accounts(end, elements, settings).at(end).sources
-    if not settings.rewrites or not sources:
+    if not settings.rewrites or sources < _WORTH_IT:
         return running
     if not _keeps_what_was_freed():
         return max(running, 2 * sources)
@@ -101,7 +107,7 @@ def _with_rewriting(end: Node, elements: Elements, settings: Settings, running: 
 
 
 def _keeps_what_was_freed() -> bool:
-    """Whether TensorFlow has oneDNN's allocator: buffers then take the room of the copy only if they come from it too."""
+    """Whether TensorFlow has oneDNN's allocator: only buffers that come from it as well take the room of the copy."""
     try:
         from tensorflow.python.util import _pywrap_util_port
 

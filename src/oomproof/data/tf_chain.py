@@ -157,8 +157,10 @@ def walk(node: Node) -> Iterator[Node]:
     yield node
 
 
-_RANDOM = ("Random", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal", "TruncatedNormal")
-_RANDOM += ("Multinomial", "RngReadAndSkip", "RngSkip", "SampleDistortedBoundingBox", "StatelessMultinomial")
+_RANDOM = (
+    *("Random", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal", "TruncatedNormal"),
+    *("Multinomial", "RngReadAndSkip", "RngSkip", "SampleDistortedBoundingBox"),
+)
 # They have state, or an effect, and neither depends on how often or in which order they are called.
 _HARMLESS = {"Assert", "LookupTableFindV2", "HashTableV2", "ReadVariableOp", "VarHandleOp", "Placeholder", "NoOp"}
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case"}

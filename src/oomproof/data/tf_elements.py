@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from oomproof.data.tf_chain import Node
-from oomproof.data.tf_rebuild import CannotRebuild, rebuilt
+from oomproof.data.tf_rebuild import CannotRebuildError, rebuilt
 from oomproof.units import DTYPE_BYTES, tensor_bytes
 
 # TensorFlow hands out slices of a tensor without copying them if they start at such addresses.
@@ -72,8 +72,12 @@ class Elements:
         if node.kind in _PASS and first is not None and len(first) == len(node.specs):
             return first
         if node.kind == "zip":
-            parts = [self.at(each) for each in node.inputs]
-            return None if None in parts else tuple(part for parts_of in parts for part in parts_of or ())
+            whole: list[Part] = []
+            for each in node.inputs:
+                if (parts_of := self.at(each)) is None:
+                    return None
+                whole += parts_of
+            return tuple(whole)
         if node.kind == "batch" and first is not None:
             size = node.number("_batch_size", 1)
             return tuple(Part(part.bytes * size, True, part.dtype, part.measured) for part in first)
@@ -109,7 +113,7 @@ class Elements:
 
         try:
             dataset = rebuilt(node, without=("shuffle", "cache", "prefetch", "repeat"))
-        except CannotRebuild:
+        except CannotRebuildError:
             dataset = node.dataset
         seen: list[list[int]] = []
         dtypes: list[str] = []

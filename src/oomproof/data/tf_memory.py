@@ -2,9 +2,9 @@
 makes one.
 
 Two figures are carried along the chain, like TensorFlow's iterators are stacked: `kept`, what a stage and those before
-it hold when nobody asks for an element, and `peak`, the most they hold while one is made, that element included. A stage
-with a thread of its own (prefetch, parallel map) works ahead until its buffer is full, and is measured with that. So the
-figures are those of a pipeline that is faster than whoever takes its elements.
+it hold when nobody asks for an element, and `peak`, the most they hold while one is made, that element included. A
+stage with a thread of its own (prefetch, parallel map) works ahead until its buffer is full, and is measured with that.
+So the figures are those of a pipeline that is faster than whoever takes its elements.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Settings:
     """What TensorFlow does to a pipeline by itself.
 
     Attributes:
-        rewrites: Whether it is optimised: maps are made parallel, fused with the batch that follows, and a prefetch is put
-            at the end.
+        rewrites: Whether it is optimised: maps are made parallel and fused with the batch that follows, and a prefetch
+            is put at the end.
         cores: Calls in flight where TensorFlow chooses how many.
     """
 

@@ -12,7 +12,7 @@ from typing import Any
 from oomproof.data.tf_chain import AUTOTUNE, Function, Node
 
 
-class CannotRebuild(Exception):
+class CannotRebuildError(Exception):
     """A stage that cannot be built again; the message says why."""
 
 
@@ -21,13 +21,11 @@ class Changes:
     """What is to be different at a stage.
 
     Attributes:
-        drop: Leave the stage out.
         size: Another buffer size (shuffle, prefetch).
         parallel_calls: Calls of its function in flight (map), or `AUTOTUNE`.
         file: Where a cache is to be instead of in memory.
     """
 
-    drop: bool = False
     size: int | None = None
     parallel_calls: int | None = None
     file: str | None = None
@@ -47,16 +45,14 @@ def again(node: Node, inputs: list[Any], changes: Changes | None = None) -> Any:
     """The stage on top of other inputs. The very same object where nothing is different.
 
     Raises:
-        CannotRebuild: Where that cannot be done without changing what comes out.
+        CannotRebuildError: Where that cannot be done without changing what comes out.
     """
     changes = changes or Changes()
-    if changes.drop:
-        return inputs[0]
     unchanged = all(new is old.dataset for new, old in zip(inputs, node.inputs, strict=True))
     if unchanged and changes == Changes():
         return node.dataset
     if node.kind not in _BUILDERS:
-        raise CannotRebuild(f"{node.name}: this stage cannot be built again")
+        raise CannotRebuildError(f"{node.name}: this stage cannot be built again")
     return _BUILDERS[node.kind](node, inputs, changes)
 
 
@@ -68,7 +64,9 @@ def _shuffle(node: Node, inputs: list[Any], changes: Changes) -> Any:
     new = inputs[0].shuffle(size, seed=seeds[1] if any(seeds) else None, reshuffle_each_iteration=again)
     # TensorFlow makes two seeds of the one it is given and tf.random.set_seed's: they have to come out as they were.
     if [int(new._seed), int(new._seed2)] != seeds:
-        raise CannotRebuild(f"{node.name}: tf.random.set_seed was called after it was made, so its order would change")
+        raise CannotRebuildError(
+            f"{node.name}: tf.random.set_seed was called after it was made, so its order would change"
+        )
     return new
 
 
