@@ -47,7 +47,7 @@ def findings(
                 "note",
                 "generator",
                 "from_generator runs Python, one element at a time; what the generator itself holds cannot be seen.",
-                "A generator that reads as it goes, from files or slices; oomproof.data.from_generator checks its shapes.",
+                "A generator that reads as it goes, from files or slices, and keeps nothing.",
             )
     yield from _dtypes(nodes, books)
     if books.settings.rewrites:
@@ -157,8 +157,8 @@ def _shuffle(
             yield Finding(
                 "note",
                 "shuffle after map",
-                f"The buffer holds what the map has made, {format_bytes(books.size(node.inputs[0]))} each; before the map an "
-                f"element has {format_bytes(smaller)}.",
+                f"The buffer holds what the map has made, {format_bytes(books.size(node.inputs[0]))} each, and before "
+                f"the map it is {format_bytes(smaller)}.",
                 "Shuffle before the map: the order is the same. oomproof.data.tune does it.",
             )
     whole = max((each.cardinality for each in below if each.kind in ("tensor_slices", "range")), default=-1)

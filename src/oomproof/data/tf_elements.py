@@ -120,6 +120,9 @@ class Elements:
         until = time.monotonic() + self.seconds
         for element in dataset.take(self.samples):
             tensors = tf.nest.flatten(element)
+            if not all(hasattr(tensor, "dtype") for tensor in tensors):
+                # Windows are datasets.
+                return None
             seen.append([_bytes_of(tensor) for tensor in tensors])
             dtypes = [tensor.dtype.name for tensor in tensors]
             if time.monotonic() > until:

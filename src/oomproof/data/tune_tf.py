@@ -201,24 +201,32 @@ class Tuner:
         """Smaller buffers where it still does not fit: prefetches first, since they change nothing."""
         for kind in ("prefetch", "shuffle"):
             for index, step in enumerate(self.steps):
-                over = self.bytes(self.options_quietly(self.build())) - self.budget
-                if over <= 0:
-                    return
-                node = step.node
-                if kind == "prefetch" and node is None and (step.prefetch or 0) > 1:
+                if step.node is None and kind == "prefetch" and (step.prefetch or 0) > 1 and self._over() > 0:
                     self.steps[index] = Step(prefetch=1)
-                if node is None or node.kind != kind:
-                    continue
-                size, buffered = self.size(chain_of(self._up_to(index))), node.number("_buffer_size")
-                least = 1 if kind == "prefetch" else min(buffered, 2 * _batch_size(self.steps))
-                fewer = least if buffered == AUTOTUNE else max(least, buffered - -(-over // max(1, size)))
-                # Another order is a price to pay for fitting, and not for fitting a little less badly.
-                if kind == "shuffle" and (buffered - fewer) * size < over:
-                    continue
-                if fewer < buffered or buffered == AUTOTUNE:
-                    self._change(index, size=fewer)
-                    order = "; the order is another one than before" if kind == "shuffle" else ""
-                    self.changes.append(f"{node.name}: a buffer of {fewer} to stay within the budget{order}")
+                if step.node is not None and step.node.kind == kind:
+                    self._bound_buffer(index, step.node)
+
+    def _over(self) -> int:
+        return self.bytes(self.options_quietly(self.build())) - self.budget
+
+    def _bound_buffer(self, index: int, node: Node) -> None:
+        asked, size = node.number("_buffer_size"), self.size(chain_of(self._up_to(index)))
+        least = 1 if node.kind == "prefetch" else min(asked, 2 * _batch_size(self.steps))
+        step, buffered = self.steps[index], asked
+        # A few times: a buffer that no longer holds the whole dataset does not run empty at the end of an epoch.
+        for _ in range(4):
+            if (over := self._over()) <= 0 or buffered == least:
+                break
+            buffered = least if asked == AUTOTUNE else max(least, buffered - -(-over // max(1, size)))
+            self._change(index, size=buffered)
+        if buffered == asked:
+            return
+        if node.kind == "shuffle" and self._over() > 0:
+            # Another order is a price to pay for fitting, and not for fitting a little less badly.
+            self.steps[index] = step
+            return
+        order = "; the order is another one than before" if node.kind == "shuffle" else ""
+        self.changes.append(f"{node.name}: a buffer of {buffered} to stay within the budget{order}")
 
     def options_quietly(self, dataset: Any) -> Any:
         told = list(self.changes)
