@@ -196,7 +196,7 @@ def test_determinism_is_left_as_it_was(tf):
 
 
 def test_bad_arguments(tf, tmp_path):
-    with pytest.raises(TypeError, match="Expected a tf.data.Dataset"):
+    with pytest.raises(TypeError, match=r"Expected a tf\.data\.Dataset"):
         tune(np.zeros(3))
     with pytest.raises(ValueError, match="Expected `budget`"):
         tune(rows(tf), budget="much")

@@ -13,7 +13,7 @@ import pytest
 SOURCE = pathlib.Path(__file__).parents[2] / "src"
 FRAMEWORKS = {"tensorflow", "jax", "torch"}
 
-FOUNDATION = {"errors", "units", "records", "findings", "tracing", "host", "_version"}
+FOUNDATION = {"errors", "units", "records", "findings", "tracing", "host", "naming", "_version"}
 LEAF_ROOMS = {"estimation", "profiling", "data", "parallel"}
 PURE_ROOMS = {"planning", "step.recover", "step.remat", "diagnosis", "reporting"}
 BELOW_TRAINING = (
@@ -32,6 +32,8 @@ MAY_IMPORT = {
     "errors": set(),
     "units": set(),
     "host": set(),
+    # Imports what a user names, whatever that is.
+    "naming": set(),
     "records": {"units"},
     "findings": {"units"},
     "tracing": {"records"},

@@ -189,7 +189,7 @@ class Tuner:
         settings = settings_of(end)
         sources = Accounts(end, self.books.elements, settings).at(end).sources
         options = tf.data.Options()
-        if settings.rewrites and sources >= _WORTH_IT:
+        if settings.rewrites and sources >= (_WORTH_IT if self.bytes(dataset) <= self.budget else _MIB):
             options.experimental_optimization.apply_default_optimizations = False
             self.changes.append(f"TensorFlow's optimising off: it copies {format_bytes(sources)} of source tensors")
         if dataset.options().autotune.ram_budget is None:
