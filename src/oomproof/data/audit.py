@@ -17,7 +17,7 @@ def audit(data: Any, *, batch_size: int | None = None) -> DataAudit:
     Args:
         data: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a torch `DataLoader`, arrays as they are given to `fit`
             (one, or a tuple, list or dict of them), a Python generator, or a function that returns one of these. From a
-            generator nothing is taken, since it could not be given back; from one that the function has made, one batch.
+            generator nothing is taken, since it could not be given back; from one that the function made, one batch.
         batch_size: Samples in a batch, for arrays (32 by default, as in Keras). A `tf.data.Dataset` that is not batched
             is looked at as if it were batched by this.
 
@@ -46,8 +46,8 @@ def audit(data: Any, *, batch_size: int | None = None) -> DataAudit:
     if arrays and all(audit_arrays.is_array(each) for each in arrays):
         return audit_arrays.audit_arrays(data, batch_size)
     raise TypeError(
-        "Expected a tf.data.Dataset, a keras.utils.PyDataset, a torch DataLoader, arrays, a generator, or a function that "
-        f"returns one of these. Received: data={type(data).__name__}"
+        "Expected a tf.data.Dataset, a keras.utils.PyDataset, a torch DataLoader, arrays, a generator, or a function "
+        f"that returns one of these. Received: data={type(data).__name__}"
     )
 
 

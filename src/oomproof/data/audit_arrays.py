@@ -110,7 +110,7 @@ def _array_findings(arrays: list[Any], backend: str, floatx: str, cast: int, who
         yield Finding(
             "warning" if devices.local() is not None else "note",
             "arrays copied to the device whole",
-            f"On TensorFlow `fit` makes one tensor of each array, {format_bytes(whole)}, on the GPU where there is one.",
+            f"On TensorFlow `fit` makes a tensor of each array, {format_bytes(whole)}, on the GPU where there is one.",
             "oomproof.data.from_arrays(x, y, batch_size=…) feeds slices.",
         )
     for array in arrays:
