@@ -53,10 +53,9 @@ def _stages(end: Node, books: Accounts) -> list[Stage]:
     found, totals = [], dict[int, int]()
     for node in walk(end):
         before = sum(totals[id(each.dataset)] for each in node.inputs)
-        unknown = len(books.unknown)
         totals[id(node.dataset)] = books.total(node, ends=False)
         element = _bytes(books.elements, node)
-        known = element is not None and len(books.unknown) == unknown
+        known = element is not None and id(node.dataset) not in books.unknown
         count = node.cardinality if node.cardinality >= 0 else None
         added = totals[id(node.dataset)] - before
         found.append(Stage(node.name, added if known else None, _note(node, books), element, count))

@@ -73,7 +73,8 @@ class Accounts:
     ) -> None:
         self.elements, self.settings, self.counts = elements, settings, counts
         self.repeats = any(node.kind == "repeat" for node in walk(end))
-        self.unknown: list[Node] = []
+        # By identity, since nodes are looked at again and again.
+        self.unknown: set[int] = set()
 
     def total(self, node: Node, ends: bool) -> int:
         """Bytes at the peak, with the element that whoever takes them has. `ends`: nothing follows this stage."""
@@ -87,8 +88,7 @@ class Accounts:
         """Bytes of its own that an element has when it leaves this stage."""
         element = self.elements.at(node)
         if element is None:
-            if node not in self.unknown:
-                self.unknown.append(node)
+            self.unknown.add(id(node.dataset))
             return 0
         owned = sum(part.bytes + PART_OVERHEAD for part in element if part.owned and self.counts(part))
         return owned + (ELEMENT_OVERHEAD if self.counts(Part(0, True, "")) else 0)
@@ -133,7 +133,7 @@ class Accounts:
         if node.kind in ("tensor_slices", "tensors"):
             held = sum(part.bytes for part in self._tensors(node) if self.counts(part))
         if node.kind == "unknown":
-            self.unknown.append(node)
+            self.unknown.add(id(node.dataset))
         return Holding(held, held + self.size(node), held)
 
     def _tensors(self, node: Node) -> list[Part]:
@@ -187,7 +187,7 @@ class Accounts:
         if node.on_disk:
             return before
         if count < 0:
-            self.unknown.append(node)
+            self.unknown.add(id(node.dataset))
             return before
         taken = self.size(node.inputs[0])
         # When the cache is full, what was buffered before it is in it. The last element was made beside all others.
@@ -217,7 +217,7 @@ class Accounts:
     _unbatch = _generator = _reader = _flat_map
 
     def _unknown(self, node: Node, before: Holding) -> Holding:
-        self.unknown.append(node)
+        self.unknown.add(id(node.dataset))
         return dataclasses.replace(before, peak=before.peak + self.size(node))
 
 
