@@ -13,6 +13,7 @@ from oomproof.data.tf_elements import Elements, batch_size_at
 from oomproof.data.tf_memory import Accounts, Settings, settings_of
 from oomproof.units import format_bytes
 
+_GRAVEST = ("problem", "warning", "note", "ok")
 # A copy of less is not worth a line.
 _WORTH_IT = 2**20
 # oneDNN's allocator, which TensorFlow has on most x86 machines, keeps what was freed if it was at least this large.
@@ -38,6 +39,7 @@ def audit_tf(dataset: Any, batch_size: int | None, placed: bool) -> DataAudit:
         )
     element = _bytes(elements, end) or 0
     available = host.available()
+    found = findings(end, books, stages, available, batch_size)
     return DataAudit(
         kind="tf.data",
         stages=tuple(stages),
@@ -45,7 +47,7 @@ def audit_tf(dataset: Any, batch_size: int | None, placed: bool) -> DataAudit:
         device_bytes=element if placed else 0,
         bound_bytes=_bound(end, books, total),
         available=available,
-        findings=tuple(findings(end, books, stages, available, batch_size)),
+        findings=tuple(sorted(found, key=lambda each: _GRAVEST.index(each.severity))),
     )
 
 

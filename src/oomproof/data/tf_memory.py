@@ -82,7 +82,7 @@ class Accounts:
         if ends and self.settings.rewrites and not self.is_async(node):
             # A prefetch of one element is put at the end of what has no thread of its own.
             holding = _prefetched(holding, out, 1)
-        return max(holding.peak, holding.kept + out - holding.drains)
+        return max(holding.peak, holding.kept + max(0, out - holding.drains))
 
     def size(self, node: Node) -> int:
         """Bytes of its own that an element has when it leaves this stage."""
@@ -150,7 +150,7 @@ class Accounts:
             return dataclasses.replace(before, peak=max(before.peak, before.kept + taken + working + made))
         # Finished outcomes wait for the one that is asked for. Those not finished have what they work on as well.
         busy = min(calls, self.settings.cores)
-        more = made - before.drains
+        more = max(0, made - before.drains)
         kept = max(before.kept + calls * more, before.peak + (calls - 1) * more, before.kept + busy * (taken + working))
         return dataclasses.replace(before, kept=kept, peak=kept + more)
 
@@ -224,7 +224,7 @@ class Accounts:
 def _prefetched(before: Holding, made: int, count: int) -> Holding:
     if count < 1:
         return before
-    more = made - before.drains
+    more = max(0, made - before.drains)
     kept = max(before.kept + count * more, before.peak + (count - 1) * more)
     return dataclasses.replace(before, kept=kept, peak=kept + more)
 
