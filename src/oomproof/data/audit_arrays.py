@@ -71,6 +71,9 @@ def audit_arrays(data: Any, batch_size: int | None) -> DataAudit:
     if backend == "tensorflow":
         on_the_way = len(os.sched_getaffinity(0)) + 2
         stages.append(Stage("fit: tensors", whole, "Keras makes one tensor of each array"))
+        # Reading an array TensorFlow has it twice for a moment; batches take that room afterwards.
+        reading = max(0, whole - order - on_the_way * batch)
+        stages.append(Stage("fit: reading", reading, "a second copy while the tensor is made"))
     else:
         on_the_way = _JAX_BATCHES if backend == "jax" else _TORCH_BATCHES
     stages.append(Stage("fit: order", order, "places of samples in the epoch"))

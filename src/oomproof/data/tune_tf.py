@@ -24,6 +24,7 @@ _MIB = 2**20
 # Below this a source may be copied and a buffer may stay where it is.
 _WORTH_IT = 16 * _MIB
 _PREFETCH = 2
+_AIM = 0.95
 # A cache that is added leaves this share of the budget to everything else.
 _MOST_FOR_CACHE = 0.6
 # Stages that can be run again and give the same, if their functions do.
@@ -52,7 +53,8 @@ class Tuner:
     """Changes a pipeline step by step. Every method leaves one that gives the same elements."""
 
     def __init__(self, dataset: Any, budget: int, folder: pathlib.Path | None) -> None:
-        self.budget, self.folder = budget, folder
+        # A prediction is a few percent off.
+        self.budget, self.folder = int(budget * _AIM), folder
         self.changes: list[str] = []
         self.kept: list[str] = []
         node = chain_of(dataset)
