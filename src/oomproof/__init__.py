@@ -20,6 +20,8 @@ from oomproof.findings import Checkup, Diagnosis, Evidence, Finding
 from oomproof.records import Alternative, Device, Estimate, Event, Plan, Run, Verification
 
 if TYPE_CHECKING:
+    from oomproof import data
+    from oomproof.data.audit_record import DataAudit
     from oomproof.diagnosis.explaining import explain
     from oomproof.estimation.estimator import estimate, max_batch_size
     from oomproof.loops import gradients
@@ -32,6 +34,7 @@ __all__ = [
     "BackendError",
     "CannotFitError",
     "Checkup",
+    "DataAudit",
     "Device",
     "Diagnosis",
     "Estimate",
@@ -45,6 +48,7 @@ __all__ = [
     "UnsupportedModelError",
     "Verification",
     "__version__",
+    "data",
     "estimate",
     "explain",
     "fit",
@@ -57,6 +61,7 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "DataAudit": "oomproof.data.audit_record",
     "explain": "oomproof.diagnosis.explaining",
     "estimate": "oomproof.estimation.estimator",
     "max_batch_size": "oomproof.estimation.estimator",
@@ -70,6 +75,8 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":
+        return importlib.import_module("oomproof.data")
     if name in _ROOMS:
         return getattr(importlib.import_module(_ROOMS[name]), name)
     raise AttributeError(f"module 'oomproof' has no attribute {name!r}")

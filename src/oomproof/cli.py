@@ -271,6 +271,50 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
         raise typer.Exit(3)
 
 
+data_app = typer.Typer(help="Look at data pipelines.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+
+# One verb now; without this typer would take the word "audit" for its argument.
+@data_app.callback()
+def _data_options() -> None:
+    pass
+
+
+@data_app.command("audit")
+def data_audit(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="A function that returns a tf.data.Dataset, a PyDataset, a DataLoader, arrays or a generator.",
+            show_default=False,
+        ),
+    ],
+    batch_size: Annotated[
+        str, typer.Option(metavar="N", help="Samples in a batch, where the data is not batched.")
+    ] = "",
+    backend: BackendName = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what a data pipeline will hold in memory, stage by stage, before it runs.
+
+    Exit code: 3 if it will hold more than is free, 2 for bad input, 0 otherwise.
+    """
+    size = _whole_number(batch_size) if batch_size else None
+    if ":" not in source:
+        raise ValueError(f"Expected a function as module:function, such as train:make_dataset. Received: {source!r}")
+    _prepare(backend)
+    from oomproof import naming
+    from oomproof.data.audit import audit
+
+    # As a function, since what it has just made may be taken from.
+    found = audit(lambda: naming.called(source), batch_size=size)
+    typer.echo(jsonlib.dumps(found.to_json(), indent=2) if json else str(found))
+    if found.available is not None and found.host_bytes > found.available:
+        raise typer.Exit(3)
+
+
 def _whole_number(text: str) -> int:
     try:
         number = int(text)
@@ -290,6 +334,17 @@ def _loaded(
     precision: str | None,
 ) -> tuple[Any, Any, tuple[str, ...]]:
     """The model, the shapes that were given, and what had to be assumed."""
+    _prepare(backend)
+    shape = _shapes(shapes or [])
+    from oomproof.estimation.sources import load
+
+    plain = shape if isinstance(shape, tuple) else None
+    model, notes = load(source, input_shape=plain, classes=classes, optimizer=optimizer, precision=precision)
+    return model, shape, notes
+
+
+def _prepare(backend: str | None) -> None:
+    """Before Keras is imported."""
     if backend is not None:
         if backend not in ("tensorflow", "jax", "torch"):
             raise ValueError(f"Expected a backend: tensorflow, jax or torch. Received: {backend!r}")
@@ -299,12 +354,6 @@ def _loaded(
     if devices.local() is None:
         # JAX would look for a GPU and say that there is none.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    shape = _shapes(shapes or [])
-    from oomproof.estimation.sources import load
-
-    plain = shape if isinstance(shape, tuple) else None
-    model, notes = load(source, input_shape=plain, classes=classes, optimizer=optimizer, precision=precision)
-    return model, shape, notes
 
 
 def _shapes(texts: list[str]) -> Any:

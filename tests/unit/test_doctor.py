@@ -8,8 +8,9 @@ import types
 import pytest
 
 from oomproof.doctor.checks import check
-from oomproof.doctor.machine import Card, Machine, Process, cgroup_limits, this_machine
+from oomproof.doctor.machine import Card, Machine, Process, this_machine
 from oomproof.findings import Checkup
+from oomproof.host import cgroup_limits
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 GIB = 2**30

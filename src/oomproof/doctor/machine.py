@@ -12,10 +12,11 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from oomproof import host
 
 _PACKAGES = (
     "keras",
@@ -107,8 +108,8 @@ def this_machine(
         nvml: A module like pynvml; the real one by default.
     """
     cards, driver = _cards(nvml)
-    memory = _meminfo(root / "proc/meminfo")
-    limit, used = cgroup_limits(root)
+    memory = host.meminfo(root)
+    limit, used = host.cgroup_limits(root)
     return Machine(
         cards=cards,
         driver=driver,
@@ -166,51 +167,6 @@ def _process_name(pid: int) -> str:
         return pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""
-
-
-def _meminfo(path: pathlib.Path) -> dict[str, int]:
-    try:
-        text = path.read_text()
-    except OSError:
-        return {}
-    return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB", text, flags=re.MULTILINE)}
-
-
-def cgroup_limits(root: pathlib.Path) -> tuple[int | None, int | None]:
-    """(limit, use) of the control groups this process is in, of version 2 or 1; the tightest limit counts."""
-    groups = _lines(root / "proc/self/cgroup")
-    found: list[tuple[int, int | None]] = []
-    for line in groups or ["0::/"]:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            base, limit, use = root / "sys/fs/cgroup", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit, use = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        folder = base / path.strip("/")
-        # A limit of a group above counts as well. In a container the path may not be there at all.
-        for each in (folder, *folder.parents):
-            size = _number(each / limit)
-            # Version 1 writes a number near the largest there is for "none".
-            if size is not None and size < 2**60:
-                found.append((size, _number(each / use)))
-            if each == base:
-                break
-    return min(found, default=(None, None), key=lambda each: each[0] or 0)
-
-
-def _lines(path: pathlib.Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _number(path: pathlib.Path) -> int | None:
-    lines = _lines(path)
-    return int(lines[0]) if lines and lines[0].strip().isdecimal() else None
 
 
 def _space(path: pathlib.Path) -> tuple[int, int] | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import pathlib
-import sys
 import zipfile
 from typing import Any
 
 import keras
+
+from oomproof import naming
 
 _FILES = (".keras", ".h5", ".hdf5")
 _ZOO = "keras.applications."
@@ -90,7 +89,7 @@ def _from_file(path: pathlib.Path) -> Any:
     try:
         return keras.models.load_model(path, safe_mode=True)
     except Exception as error:
-        text = _first_line(error)
+        text = naming.first_line(error)
         if "safe_mode" in str(error) or "unsafe" in str(error).lower():
             raise ValueError(
                 f"{path} holds Python code (a Lambda layer) that would run when it is loaded, so it was not loaded. If "
@@ -112,37 +111,11 @@ def _from_zoo(name: str, input_shape: tuple[int, ...] | None, classes: int | Non
     try:
         return getattr(keras.applications, name)(**options)
     except ValueError as error:
-        raise ValueError(f"keras.applications.{name} could not be built: {_first_line(error)}") from error
+        raise ValueError(f"keras.applications.{name} could not be built: {naming.first_line(error)}") from error
 
 
 def _from_function(source: str) -> Any:
-    module_name, _, function_name = source.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name == module_name.split(".")[0]:
-            raise ValueError(f"There is no module {module_name!r} here or among what is installed.") from error
-        raise ValueError(f"{module_name} could not be imported: {_first_line(error)}") from error
-    except Exception as error:
-        raise ValueError(f"{module_name} could not be imported: {_described(error)}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ValueError(f"Module {module_name!r} has no function {function_name!r}.")
-    try:
-        model = function()
-    except Exception as error:
-        raise ValueError(f"{source} failed: {_described(error)}") from error
+    model = naming.called(source)
     if not isinstance(model, keras.Model):
         raise ValueError(f"Expected {source} to return a keras.Model. Received: {type(model).__name__}")
     return model
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_first_line(error)}"

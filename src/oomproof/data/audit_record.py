@@ -1,0 +1,87 @@
+"""What `oomproof.data.audit` answers with. Like all records it prints itself and goes to and from JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from oomproof.findings import Finding
+from oomproof.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline.
+
+    Attributes:
+        name: What it is, such as `"shuffle(10000)"`.
+        bytes: Host memory it adds at the peak, or `None` when that cannot be known.
+        note: How that comes about.
+        element: Bytes of one element that leaves it, or `None` when that cannot be known.
+        count: Elements that leave it in an epoch, or `None` when that cannot be known or has no end.
+    """
+
+    name: str
+    bytes: int | None
+    note: str = ""
+    element: int | None = None
+    count: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DataAudit:
+    """What a data pipeline will hold in memory.
+
+    Attributes:
+        kind: `"tf.data"`, `"arrays"`, `"PyDataset"`, `"DataLoader"` or `"generator"`.
+        stages: In the order data takes. Their bytes sum up to `host_bytes`.
+        host_bytes: RAM held at the peak, when whoever takes the batches is slower than the pipeline. A lower bound
+            where a stage is unknown.
+        device_bytes: What is placed on the device for it at once.
+        bound_bytes: RAM it can grow to where TensorFlow sizes buffers by itself (AUTOTUNE), or `None` without such.
+        available: RAM that was free, or `None` where that cannot be read.
+        findings: What could be better, with what to do.
+    """
+
+    kind: str
+    stages: tuple[Stage, ...]
+    host_bytes: int
+    device_bytes: int
+    bound_bytes: int | None = None
+    available: int | None = None
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The stages whose memory cannot be known."""
+        return tuple(stage.name for stage in self.stages if stage.bytes is None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "unknown": list(self.unknown)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> DataAudit:
+        known = {field.name: data[field.name] for field in dataclasses.fields(cls)}
+        known["stages"] = tuple(Stage(**each) for each in data["stages"])
+        known["findings"] = tuple(Finding(**each) for each in data["findings"])
+        return cls(**known)
+
+    def __str__(self) -> str:
+        rows = [(stage.name, "unknown" if stage.bytes is None else format_bytes(stage.bytes), stage.note)
+                for stage in self.stages]  # fmt: skip
+        names = max((len(name) for name, _, _ in rows), default=0)
+        sizes = max((len(size) for _, size, _ in rows), default=0)
+        lines = [self._sentence()]
+        lines += [f"  {name:<{names}}  {size:>{sizes}}  {note}".rstrip() for name, size, note in rows]
+        if self.bound_bytes is not None:
+            lines.append(f"  TensorFlow sizes buffers by itself (AUTOTUNE): up to {format_bytes(self.bound_bytes)}")
+        for each in self.findings:
+            lines.append(f"  {each.severity}: {each.text}")
+            lines += [f"    → {each.fix}"] if each.fix else []
+        return "\n".join(lines)
+
+    def _sentence(self) -> str:
+        least = "at least " if self.unknown else ""
+        free = "" if self.available is None else f" of {format_bytes(self.available)} free"
+        device = f", {format_bytes(self.device_bytes)} on the device" if self.device_bytes else ""
+        return f"{self.kind}: {least}{format_bytes(self.host_bytes)} of RAM{free}{device}"

@@ -1,0 +1,97 @@
+"""`oomproof.data.tune`: the same pipeline within a host budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+from oomproof import host
+from oomproof.data.audit_record import DataAudit
+from oomproof.units import format_bytes, parse_budget
+
+# What is free is not all for the data: the model's own copies, Python and the page cache live there too.
+_SHARE = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What `tune` did to a pipeline; the result has it as `tuning`.
+
+    Attributes:
+        budget: Bytes of RAM to stay within.
+        before: What the pipeline would have held.
+        after: What it holds.
+        changes: What was changed, in words.
+        kept: What was left as it is, and why.
+    """
+
+    budget: int
+    before: DataAudit
+    after: DataAudit
+    changes: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "before": self.before.to_json(), "after": self.after.to_json()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Tuning:
+        return cls(
+            data["budget"],
+            DataAudit.from_json(data["before"]),
+            DataAudit.from_json(data["after"]),
+            tuple(data["changes"]),
+            tuple(data["kept"]),
+        )
+
+    def __str__(self) -> str:
+        sizes = f"{format_bytes(self.before.host_bytes)} before, {format_bytes(self.after.host_bytes)} after"
+        fits = "" if self.after.host_bytes <= self.budget else ", which is more than the budget"
+        lines = [f"tf.data: {sizes}{fits} (budget {format_bytes(self.budget)})"]
+        lines += [f"  {change}" for change in self.changes or ("nothing to change",)]
+        return "\n".join(lines + [f"  left as it is: {reason}" for reason in self.kept])
+
+
+def tune(
+    dataset: Any,
+    *,
+    budget: int | str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    verbose: bool = True,
+) -> Any:
+    """Rebuilds a tf.data pipeline within a host budget, without changing what the model sees.
+
+    The elements are the same, one by one, also under a seed. The one exception is a shuffle buffer that does not fit
+    whatever else is done: it is made smaller, which is said, and then the order is another one.
+
+    Args:
+        dataset: A `tf.data.Dataset`.
+        budget: RAM it may hold: bytes, a size such as `"4GiB"`, or a share of what there is, such as `"50%"`. Three
+            quarters of what is free by default.
+        cache_dir: A folder for caches that do not fit into memory. Without one such a cache is taken out, where what
+            it caches can be computed again.
+        verbose: Print what was done.
+
+    Returns:
+        The dataset. Its attribute `tuning` is a `Tuning`: before, after, what was changed and what was left.
+    """
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(dataset).__mro__}
+    if "tensorflow.python.data.ops.dataset_ops.DatasetV2" not in kinds:
+        raise TypeError(f"Expected a tf.data.Dataset. Received: dataset={dataset!r} (of type {type(dataset).__name__})")
+    size = parse_budget(budget, host.total())
+    if size is None:
+        free = host.available()
+        if free is None:
+            raise ValueError('Expected `budget`, such as "4GiB": how much RAM is free cannot be read here.')
+        size = int(free * _SHARE)
+    folder = None if cache_dir is None else pathlib.Path(cache_dir)
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"Expected `cache_dir` to be a folder that exists. Received: cache_dir={cache_dir!r}")
+    from oomproof.data.tune_tf import tuned
+
+    result, tuning = tuned(dataset, size, folder)
+    if verbose:
+        print(tuning)
+    return result
