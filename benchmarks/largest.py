@@ -111,9 +111,7 @@ def main() -> None:
     parser.add_argument("--try-s", type=float, default=240, help="a try that takes longer counts as one that fails")
     parser.add_argument("--total-s", type=float, default=3600, help="after this the search ends where it is")
     parser.add_argument("--out", type=pathlib.Path, help="also append each try to this file as it comes")
-    parser.add_argument(
-        "--resume", type=pathlib.Path, help="written with --out: its tries are not run again"
-    )
+    parser.add_argument("--resume", type=pathlib.Path, help="written with --out: its tries are not run again")
     parser.add_argument("--machine", type=pathlib.Path, help="with --resume: a result from the machine it was run on")
     parser.add_argument("--name", help="of the result; largest-gpu-BACKEND otherwise")
     chosen = parser.parse_args()

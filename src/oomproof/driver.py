@@ -140,7 +140,7 @@ class Driver:
             began = time.perf_counter()
             result, shortage = self._attempt(batch, pieces)
             if shortage is None:
-                self.journal.steps[phase] += 1
+                self.journal.finished(phase, batch.size)
                 return result
             # Here the except block is left and its frames are gone, so memory can come back.
             self._recover(batch, pieces, shortage, time.perf_counter() - began)

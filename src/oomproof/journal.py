@@ -5,22 +5,50 @@ from __future__ import annotations
 import logging
 import time
 
+from oomproof import host
 from oomproof.records import Device, Event, EventKind, Phase, Plan, Run
 from oomproof.units import format_bytes
 
 logger = logging.getLogger("oomproof")
 
+# The host's memory is read between steps, but not more often than this.
+_SECONDS_BETWEEN_LOOKS = 1.0
+# With less than this share of the host's memory left, or so many bytes of a large one, swapping or the kernel is near.
+_LITTLE, _LITTLE_BYTES = 0.05, 2 * 2**30
+
 
 class Journal:
-    """Events, counts and the peak of one run."""
+    """Events, counts and the peaks of one run."""
 
     def __init__(self) -> None:
         self.silent = False
         self.epoch: int | None = None
         self.peak: int | None = None
+        self.host_peak: int | None = None
         self.steps: dict[Phase, int] = {"train": 0, "test": 0, "predict": 0}
         self._events: list[Event] = []
         self._began = time.perf_counter()
+        self._next_look = self._began
+        self._warned = False
+
+    def finished(self, phase: Phase, batch_size: int) -> None:
+        """Counts a batch that went through, and looks at the host now and then."""
+        self.steps[phase] += 1
+        now = time.perf_counter()
+        if now < self._next_look:
+            return
+        self._next_look = now + _SECONDS_BETWEEN_LOOKS
+        held, left, total = host.resident(), host.available(), host.total()
+        if held is not None:
+            self.host_peak = max(self.host_peak or 0, held)
+        if left is not None and total and left < min(_LITTLE * total, _LITTLE_BYTES) and not self._warned:
+            self._warned = True
+            ours = "" if held is None else f", this process holds {format_bytes(held)}"
+            message = (
+                f"the host's memory is nearly full: {format_bytes(left)} of {format_bytes(total)} left{ours}. Before "
+                "the kernel ends it: oomproof.data.audit(dataset) says what data holds, oomproof.data.tune makes it less"
+            )
+            self.note("note", phase, batch_size, message, free=left)
 
     def note(
         self,
@@ -55,6 +83,7 @@ class Journal:
             plan=plan,
             steps={str(phase): count for phase, count in self.steps.items()},
             peak=self.peak,
+            host_peak=self.host_peak,
             seconds=time.perf_counter() - self._began,
             events=tuple(self._events),
         )

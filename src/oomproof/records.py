@@ -206,6 +206,7 @@ class Run:
         peak: Largest measured use in bytes over the steps that were measured, or `None`.
         seconds: Wall time.
         events: What happened, in order.
+        host_peak: Most RAM that this process and those it started were seen to hold between steps, or `None`.
     """
 
     backend: str
@@ -217,6 +218,7 @@ class Run:
     peak: int | None
     seconds: float
     events: tuple[Event, ...] = ()
+    host_peak: int | None = None
 
     @property
     def ooms(self) -> int:
@@ -253,6 +255,7 @@ class Run:
             f"plan: {self.plan.sentence if self.plan.alternatives else self.plan}",
             f"peak: {'not measured' if self.peak is None else format_bytes(self.peak)}"
             + ("" if self.budget is None else f" of a budget of {format_bytes(self.budget)}"),
+            *([] if self.host_peak is None else [f"host memory: {format_bytes(self.host_peak)}"]),
             f"out of memory: {self.ooms} {'time' if self.ooms == 1 else 'times'}",
         ]
         return "\n".join(lines + [f"  {event}" for event in self.events])

@@ -35,6 +35,7 @@ RUN = Run(
     peak=7 * GIB,
     seconds=61.25,
     events=(OOM,),
+    host_peak=3 * GIB,
 )
 PLAIN_RUN = Run(
     backend="tensorflow",
