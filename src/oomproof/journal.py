@@ -46,7 +46,7 @@ class Journal:
             ours = "" if held is None else f", this process holds {format_bytes(held)}"
             message = (
                 f"the host's memory is nearly full: {format_bytes(left)} of {format_bytes(total)} left{ours}. Before "
-                "the kernel ends it: oomproof.data.audit(dataset) says what data holds, and oomproof.data.tune takes less"
+                "the kernel ends it: oomproof.data.audit(dataset) says what data holds, oomproof.data.tune takes less"
             )
             self.note("note", phase, batch_size, message, free=left)
 
