@@ -1,0 +1,35 @@
+"""Data larger than memory: sources that stream it. Each name loads its file when it is first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oomproof.data.arrays import from_arrays
+    from oomproof.data.generators import from_generator
+    from oomproof.data.images import from_files
+    from oomproof.data.records import from_records
+    from oomproof.data.stream import Stream
+    from oomproof.data.tables import from_table
+
+__all__ = ["Stream", "from_arrays", "from_files", "from_generator", "from_records", "from_table"]
+
+_FILES = {
+    "Stream": "oomproof.data.stream",
+    "from_arrays": "oomproof.data.arrays",
+    "from_files": "oomproof.data.images",
+    "from_generator": "oomproof.data.generators",
+    "from_records": "oomproof.data.records",
+    "from_table": "oomproof.data.tables",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FILES:
+        return getattr(importlib.import_module(_FILES[name]), name)
+    raise AttributeError(f"module 'oomproof.data' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

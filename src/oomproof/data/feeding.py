@@ -1,0 +1,99 @@
+"""How a stream reaches Keras: batches made ahead by threads, and an order that `fit(shuffle=True)` cannot disturb.
+
+Keras wraps a `PyDataset` in a `PyDatasetAdapter`, which shuffles the order of batches with Python's `random` unless
+told `shuffle=False`, and whose queue, when it is stopped, keeps batches for the next epoch: Keras stops it once before
+the first epoch, after looking at a batch to build the model. Neither order can be come back to. So for a stream, and
+only for a stream, the adapter is one of ours: it takes batches from the stream itself, one iterator for each pass.
+Everything else (class weights, conversion to tensors) stays Keras's. Should a future Keras not ask for its adapter like
+this, a stream is still a valid `PyDataset` there, in Keras's order; tests/backends/test_data_sources_seam.py tells.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+if TYPE_CHECKING:
+    from oomproof.data.stream import Stream
+
+END = object()
+
+
+def ahead(calls: Iterable[Callable[[], Any]], *, workers: int, most: int) -> Iterator[Any]:
+    """What the calls return, in their order, made by threads that are at most `most` calls ahead of the reader.
+
+    An exception of a call is raised where its result would have come. Whoever stops reading closes the iterator (or
+    drops it): calls that have not begun are forgotten, and nobody waits for the others.
+
+    Args:
+        calls: What to call. Ends early when one returns `END`.
+        workers: Threads; with 0 the reader makes the calls itself.
+        most: Results that may exist at a time, those in the making included.
+    """
+    if workers == 0:
+        yield from itertools.takewhile(lambda result: result is not END, (call() for call in calls))
+        return
+    remaining = iter(calls)
+    pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="oomproof-data")
+    try:
+        pending = collections.deque(pool.submit(call) for call in itertools.islice(remaining, most))
+        while pending:
+            result = pending.popleft().result()
+            if result is END:
+                return
+            # The reader holds one batch while it uses it; the next call begins only when it asks for another.
+            yield result
+            del result
+            pending.extend(pool.submit(call) for call in itertools.islice(remaining, 1))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+class StreamAdapter(PyDatasetAdapter):  # type: ignore[misc]  # Keras is untyped
+    """Keras's adapter, taking batches in the order of the stream."""
+
+    def __init__(self, x: Stream, class_weight: Any = None, shuffle: bool = False) -> None:
+        super().__init__(x, class_weight=class_weight, shuffle=False)
+        self.enqueuer = None
+        self._output_signature: Any = None
+        # `fit` and `evaluate` reset their iterator before the first step, and what was read until then was a look at
+        # the data to build the model. `predict` does not, and need not begin an epoch of the data.
+        self._looking = True
+
+    def _get_iterator(self) -> Iterator[Any]:
+        batches = self.py_dataset.passes(counted=not self._looking)
+        return (self._standardize_batch(batch) for batch in batches)
+
+    def get_tf_dataset(self) -> Any:
+        from keras.src.utils.module_utils import tensorflow as tf
+
+        if self._output_signature is None:
+            samples = [self._standardize_batch(batch) for batch in self.py_dataset.looks()]
+            self._output_signature = data_adapter_utils.get_tensor_spec(samples)
+        dataset = tf.data.Dataset.from_generator(self._get_iterator, output_signature=self._output_signature)
+        # Threads of ours are ahead already. One batch more, so that it is a tensor when the step asks for it; tf.data
+        # left to itself would keep as many as it likes.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        return dataset.prefetch(1).with_options(options)
+
+    def on_epoch_end(self) -> None:
+        super().on_epoch_end()
+        self._looking = False
+
+
+def adapt(stream_class: type) -> None:
+    """Has Keras make a `StreamAdapter` where it would make a `PyDatasetAdapter` of a stream."""
+
+    def adapter_class(cls: type, x: Any = None, *_: Any, **__: Any) -> Any:
+        ours = cls is PyDatasetAdapter and isinstance(x, stream_class)
+        return object.__new__(StreamAdapter if ours else cls)
+
+    # Python goes on with the `__init__` of the class that was made.
+    PyDatasetAdapter.__new__ = staticmethod(adapter_class)
