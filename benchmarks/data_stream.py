@@ -13,6 +13,7 @@ samples; ours, `mapped` and `decoded` shuffle all samples.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import pathlib
@@ -44,6 +45,7 @@ def main() -> None:
             if free < size * 1.1 + 2e9:
                 raise SystemExit(f"{kind}: {size / 1e9:.1f} GB are needed in {folder}, {free / 1e9:.1f} GB are free.")
             getattr(data, f"write_{kind}")(pathlib.Path(folder), size)
+            os.sync()  # What is not on disk yet cannot be dropped from memory.
             figures["workloads"] += [_compare(kind, folder, shuffle, arguments) for shuffle in (False, True)]
     figures["corrupt"] = _corrupt(arguments)
     if arguments.write:
@@ -149,6 +151,7 @@ def _child(task: dict[str, Any]) -> dict[str, float]:
         found[cache] = samples / taken
         found[f"{cache}_seconds"] = taken
         del pipeline
+        gc.collect()  # Keras's iterator holds itself, and the pipeline would read on.
     watch.stop()
     sample = data.RECORD if task["kind"] != "images" else 3 * data.IMAGE_SIZE[0] * data.IMAGE_SIZE[1]
     return {

@@ -10,7 +10,7 @@ import numpy as np
 
 from oomproof.data.image_index import Paths, indexed
 from oomproof.data.order import Indices
-from oomproof.data.shared import cores, needed, one_of, whole_number
+from oomproof.data.shared import aligned, cores, needed, one_of, whole_number
 from oomproof.data.stream import Source, Stream
 
 _MODES = {"rgb": ("RGB", 3), "grayscale": ("L", 1), "rgba": ("RGBA", 4)}
@@ -145,7 +145,7 @@ class ImageSource(Source):
         self.workers = cores()
 
     def read(self, indices: Indices) -> Any:
-        images = np.empty((len(indices), self._height, self._width, self._channels), self._dtype)
+        images = aligned((len(indices), self._height, self._width, self._channels), self._dtype)
         files = np.array([self._readable(int(index), images[place]) for place, index in enumerate(indices)], np.int64)
         return (images,) if self._labels is None else (images, self._labels[files])
 

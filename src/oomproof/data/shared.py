@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from oomproof.errors import BackendError
+
+_ALIGNMENT = 64
 
 
 def whole_number(value: Any, name: str, least: int) -> int:
@@ -44,6 +49,15 @@ def existing(path: Any, what: str) -> str:
     if not os.path.exists(path):
         raise FileNotFoundError(f"Expected {what} that exists. Received: {path!r} (from {os.getcwd()!r})")
     return str(path)
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An empty array that begins where TensorFlow and JAX like their tensors to, so that they need not copy it."""
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    room = np.empty(size + _ALIGNMENT, np.uint8)
+    begin = -room.__array_interface__["data"][0] % _ALIGNMENT
+    return room[begin : begin + size].view(dtype).reshape(shape)
 
 
 def cores() -> int:

@@ -70,7 +70,8 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
         samples: Number of samples, or `None` for a generator.
         batch_size: Samples in a batch, or `None` for a generator of batches.
         seed: What the order depends on.
-        state: Where training is, as a small dict for JSON; exact with `keeper()` among the callbacks.
+        state: Where training is, as a small dict for JSON. With `keeper()` among the callbacks of `fit` that is after
+            the last batch that was trained on; without, where the next epoch begins.
     """
 
     def __init__(
@@ -100,9 +101,8 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
         super().__init__(workers=workers, max_queue_size=self._queue(workers, max_queue_size))
         self._lock = threading.Lock()
         self._next_epoch = self._start = self._epoch = 0
-        # Batches that were finished, and who knows: a keeper, or else the iterators that hand them out.
-        self._position = (0, 0)
-        self._kept = False
+        # After which batch training is, where a keeper counts.
+        self._position: tuple[int, int] | None = None
 
     # What Keras asks for
 
@@ -126,7 +126,7 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
             return next(self._sequential.iterate(whole_number(index, "index", least=0)))
         if not -len(self) <= index < len(self):
             raise IndexError(f"Expected a batch below {len(self)}. Received: index={index}")
-        return self._read(self._epoch, index % len(self))
+        return self.batch(self._epoch, index % len(self))
 
     def __iter__(self) -> Iterator[Batch]:
         return self.passes()
@@ -137,22 +137,37 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
         Args:
             counted: Whether this is an epoch. Otherwise it is a look at the epoch to come.
         """
-        epoch, start = self._begin() if counted else (self._next_epoch, self._start)
+        epoch, start = self.begin(counted=counted)
         if self._sequential:
             items = self._sequential.iterate(start)
             if self.num_batches is not None:
                 items = itertools.islice(items, max(0, self.num_batches - start))
             calls: Any = itertools.repeat(functools.partial(next, items, feeding.END))
         else:
-            calls = (functools.partial(self._read, epoch, batch) for batch in range(start, len(self)))
-        done = start
-        for batch in feeding.ahead(calls, workers=self.workers, most=self.max_queue_size):
-            done += 1
-            if done == self.num_batches:
-                self._advance((epoch + 1, 0), counted)
-            yield batch
-        if self.num_batches is None:
-            self._advance((epoch + 1, 0), counted)
+            calls = (functools.partial(self.batch, epoch, batch) for batch in range(start, len(self)))
+        yield from feeding.ahead(calls, workers=self.workers, most=self.max_queue_size)
+
+    def begin(self, *, counted: bool = True) -> tuple[int, int]:
+        """Begins a pass: its epoch, and its first batch, which is 0 unless the stream was resumed."""
+        with self._lock:
+            epoch, start = self._next_epoch, self._start
+            if counted:
+                self._next_epoch, self._start, self._epoch = epoch + 1, 0, epoch
+        return epoch, start
+
+    def batch(self, epoch: int, batch: int) -> Batch:
+        """A batch of any epoch."""
+        if self._indexed is None or self.batch_size is None:
+            raise TypeError(
+                f"Batches of {self.source} come one after the other and have no numbers. Iterate over them."
+            )
+        start = batch * self.batch_size
+        return self._indexed.read(self._order.samples(epoch, start, start + self.batch_size))
+
+    @property
+    def by_number(self) -> bool:
+        """Whether any batch can be read, or only the next one."""
+        return self._indexed is not None
 
     def looks(self) -> list[Batch]:
         """Batches to see shapes and dtypes from, as small as they can be."""
@@ -165,8 +180,7 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
 
     @property
     def state(self) -> dict[str, Any]:
-        epoch, batch = self._position
-        return self.state_at(epoch, batch)
+        return self.state_at(*(self._position or (self._next_epoch, self._start)))
 
     def state_at(self, epoch: int, batch: int) -> dict[str, Any]:
         """The state after `batch` batches of an epoch."""
@@ -197,7 +211,7 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
         with self._lock:
             self.seed = whole_number(state.get("seed"), "seed", 0)
             self._set_order()
-            self._next_epoch, self._start, self._epoch, self._position = epoch, batch, epoch, (epoch, batch)
+            self._next_epoch, self._start, self._epoch, self._position = epoch, batch, epoch, None
         return self
 
     def keeper(self) -> keras.callbacks.Callback:
@@ -230,23 +244,6 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
         else:
             self._order = ShuffledBlocks(blocks, self.seed, self._mix_blocks)
 
-    def _read(self, epoch: int, batch: int) -> Batch:
-        assert self._indexed
-        assert self.batch_size is not None
-        start = batch * self.batch_size
-        return self._indexed.read(self._order.samples(epoch, start, start + self.batch_size))
-
-    def _begin(self) -> tuple[int, int]:
-        with self._lock:
-            epoch, start = self._next_epoch, self._start
-            self._next_epoch, self._start, self._epoch = epoch + 1, 0, epoch
-        self._advance((epoch, start), True)
-        return epoch, start
-
-    def _advance(self, position: tuple[int, int], counted: bool) -> None:
-        if counted and not self._kept:
-            self._position = position
-
     def _fingerprint(self) -> dict[str, Any]:
         found = {"samples": self.samples, "batch_size": self.batch_size, "shuffle": self.shuffle}
         return {**found, "drop_remainder": self._drop_remainder}
@@ -275,14 +272,13 @@ class _Keeper(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyp
         self._stream = stream
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._stream._kept = True
         self._stream._position = (self._stream._next_epoch, self._stream._start)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._last = -1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        epoch, done = self._stream._position
+        epoch, done = self._stream._position or (0, 0)
         done += batch - self._last  # More than one with `steps_per_execution`.
         self._last = batch
         whole = self._stream.num_batches
@@ -291,10 +287,7 @@ class _Keeper(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyp
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         # A pass of unknown length ends with Keras's epoch.
         if self._stream.num_batches is None and not self.params.get("steps"):
-            self._stream._position = (self._stream._position[0] + 1, 0)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._stream._kept = False
+            self._stream._position = ((self._stream._position or (0, 0))[0] + 1, 0)
 
 
 feeding.adapt(Stream)
