@@ -179,7 +179,7 @@ def _iterate(pipeline: Any, seconds: float | None) -> tuple[int, float]:
 def _timer(keras: Any, task: dict[str, Any]) -> Any:
     batch_size = data.IMAGE_BATCH if task["kind"] == "images" else data.BATCH
 
-    class Timer(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+    class Timer(keras.callbacks.Callback):  # type: ignore[misc]
         """Stops `fit` after a time and knows how far it came."""
 
         samples, began, taken = 0, 0.0, 0.0

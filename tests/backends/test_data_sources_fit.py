@@ -171,7 +171,8 @@ from data_recorder import recorder
 from oomproof import data
 import keras
 path, killed_after = sys.argv[1], int(sys.argv[2])
-stream = data.from_arrays(path + "/x.npy", path + "/y.npy", batch_size=8, shuffle=True, seed=7 if killed_after else None)
+seed = 7 if killed_after else None
+stream = data.from_arrays(path + "/x.npy", path + "/y.npy", batch_size=8, shuffle=True, seed=seed)
 if not killed_after:
     stream.resume(json.load(open(path + "/state.json")))
 model = recorder()
@@ -205,6 +206,26 @@ def test_killed_and_resumed_in_another_process(tmp_path):
 # Failures
 
 
+def test_python_ends_after_a_fit_that_was_stopped():
+    """TensorFlow's threads are in the middle of reading ahead then."""
+    code = """
+import time, keras, numpy as np
+from oomproof import data
+class Slow:
+    shape, dtype = (6400, 3), np.dtype("float32")
+    def __getitem__(self, wanted):
+        time.sleep(0.05)
+        return np.zeros((64, 3), "float32")
+model = keras.Sequential([keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+def third(batch, logs):
+    model.stop_training = batch == 2
+stop = keras.callbacks.LambdaCallback(on_train_batch_end=third)
+model.fit(data.from_arrays(Slow(), np.zeros(6400), batch_size=64), callbacks=[stop], verbose=0)
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
 def test_a_source_that_fails_stops_training_with_its_words():
     class Fails:
         shape, dtype = (COUNT, 3), np.dtype("float32")
@@ -215,5 +236,5 @@ def test_a_source_that_fails_stops_training_with_its_words():
             return np.zeros((len(np.arange(COUNT)[wanted]), 3), "float32")
 
     stream = data.from_arrays(Fails(), numbered(COUNT)[1], batch_size=BATCH)
-    with pytest.raises(Exception, match="disk 7 is gone"):  # noqa: PT011  # TensorFlow makes it an error of its own.
+    with pytest.raises(Exception, match="disk 7 is gone"):  # TensorFlow makes it an error of its own.
         recorder().fit(stream, verbose=0)
