@@ -1,7 +1,8 @@
 """Streaming data larger than memory: resident memory, and speed beside pipelines written by hand with tf.data.
 
-    python benchmarks/data_stream.py                          # 128 MB of each kind, a minute or two; writes nothing
-    python benchmarks/data_stream.py --gigabytes 20 --write   # the published figures; takes 20 GB of disk at a time
+    python benchmarks/data_stream.py    # 128 MB of arrays and of images, a minute or two; writes nothing
+    python benchmarks/data_stream.py --gigabytes 20 --seconds 5 --repeats 3 --orders kept shuffled --write
+                                        # the published figures; takes 20 GB of disk at a time, and half an hour
 
 For arrays (.npy), HDF5 and JPEGs, in order and shuffled: every contestant reads the same files in a process of its own,
 turn and turn about, first with the files dropped from the page cache (cold), then again (warm), for at most `--seconds`
@@ -38,7 +39,7 @@ def main() -> None:
         print(json.dumps(_child(json.loads(arguments.child))))
         return
     size = int(arguments.gigabytes * 1e9)
-    figures: dict[str, Any] = {"command": " ".join(["benchmarks/data_stream.py", *sys.argv[1:]]), "workloads": []}
+    figures: dict[str, Any] = {"command": _command(arguments), "workloads": []}
     for kind in arguments.kinds:
         with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="oomproof-data-") as folder:
             free = shutil.disk_usage(folder).free
@@ -46,7 +47,8 @@ def main() -> None:
                 raise SystemExit(f"{kind}: {size / 1e9:.1f} GB are needed in {folder}, {free / 1e9:.1f} GB are free.")
             getattr(data, f"write_{kind}")(pathlib.Path(folder), size)
             os.sync()  # What is not on disk yet cannot be dropped from memory.
-            figures["workloads"] += [_compare(kind, folder, shuffle, arguments) for shuffle in (False, True)]
+            orders = [order == "shuffled" for order in arguments.orders]
+            figures["workloads"] += [_compare(kind, folder, shuffle, arguments) for shuffle in orders]
     figures["corrupt"] = _corrupt(arguments)
     if arguments.write:
         write_result("data-stream", figures)
@@ -228,12 +230,20 @@ class Watch:
         self._stopped.set()
 
 
+def _command(arguments: argparse.Namespace) -> str:
+    """How to come by the same figures, wherever the files are."""
+    shown = {name: value for name, value in vars(arguments).items() if name not in ("folder", "write", "child")}
+    words = [f"--{name} {' '.join(value) if isinstance(value, list) else value}" for name, value in shown.items()]
+    return f"python benchmarks/data_stream.py {' '.join(words)}"
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=0.128, help="size of each set of files")
     parser.add_argument("--seconds", type=float, default=1.0, help="longest that a contestant reads at a time")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=["arrays", "images"])
+    parser.add_argument("--orders", nargs="*", choices=("kept", "shuffled"), default=["shuffled"])
     parser.add_argument("--folder", help="where to make the files; the system's temporary folder by default")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/data-stream.json")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -5,7 +5,7 @@ told `shuffle=False`, and whose queue, when it is stopped, keeps batches for the
 the first epoch, after looking at a batch to build the model. Neither order can be come back to. So for a stream, and
 only for a stream, the adapter is one of ours: it takes batches from the stream itself, one iterator for each pass.
 Everything else (class weights, conversion to tensors) stays Keras's. Should a future Keras not ask for its adapter like
-this, a stream is still a valid `PyDataset` there, in Keras's order; tests/backends/test_data_sources_seam.py tells.
+this, a stream is still a valid `PyDataset` there, in Keras's order; tests/backends/test_data_sources_fit.py tells.
 """
 
 from __future__ import annotations
