@@ -50,11 +50,11 @@ clean:
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[tensorflow,jax,torch,dev]'
+	.venv/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[tensorflow,jax,torch,data,dev]'
 	touch $@
 
 $(OLDEST_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-oldest
 	grep -v '^keras==' constraints.txt > .venv-oldest/constraints.txt
-	.venv-oldest/bin/python $(PIP_INSTALL) --constraint .venv-oldest/constraints.txt --editable '.[tensorflow,jax,torch,dev]' keras==$(OLDEST_KERAS)
+	.venv-oldest/bin/python $(PIP_INSTALL) --constraint .venv-oldest/constraints.txt --editable '.[tensorflow,jax,torch,data,dev]' keras==$(OLDEST_KERAS)
 	touch $@

@@ -21,7 +21,6 @@ from oomproof.records import Alternative, Device, Estimate, Event, Plan, Run, Ve
 
 if TYPE_CHECKING:
     from oomproof import data
-    from oomproof.data.audit_record import DataAudit
     from oomproof.diagnosis.explaining import explain
     from oomproof.estimation.estimator import estimate, max_batch_size
     from oomproof.loops import gradients
@@ -34,7 +33,6 @@ __all__ = [
     "BackendError",
     "CannotFitError",
     "Checkup",
-    "DataAudit",
     "Device",
     "Diagnosis",
     "Estimate",
@@ -61,7 +59,6 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "DataAudit": "oomproof.data.audit_record",
     "explain": "oomproof.diagnosis.explaining",
     "estimate": "oomproof.estimation.estimator",
     "max_batch_size": "oomproof.estimation.estimator",

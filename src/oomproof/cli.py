@@ -306,7 +306,7 @@ def data_audit(
         raise ValueError(f"Expected a function as module:function, such as train:make_dataset. Received: {source!r}")
     _prepare(backend)
     from oomproof import naming
-    from oomproof.data.audit import audit
+    from oomproof.data.auditing import audit
 
     # As a function, since what it has just made may be taken from.
     found = audit(lambda: naming.called(source), batch_size=size)

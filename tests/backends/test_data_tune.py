@@ -7,7 +7,7 @@ import pytest
 from here import only
 
 from oomproof.data import tune
-from oomproof.data.tune import Tuning
+from oomproof.data.tuning import Tuning
 
 pytestmark = only("tensorflow", because="tf.data pipelines: `oomproof.data.audit` and `tune`")
 

@@ -1,5 +1,6 @@
 """The code in README and docs runs as it is printed."""
 
+import os
 import pathlib
 import re
 
@@ -78,3 +79,12 @@ def test_verify_and_training_pages(monkeypatch, tmp_path):
             code = block.replace("1024", "32").replace("epochs=10", "epochs=1, verbose=0")
             exec(code.replace(', budget="8GiB"', ", verbose=0"), namespace)
     assert namespace["history"].run.steps["train"] == 2
+
+
+def test_data_sources_page(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # The page writes the files it reads.
+    namespace = {"keras": keras, "os": os}
+    for block in blocks("docs/data-sources.md"):
+        exec(block, namespace)
+    assert namespace["state"]["batch"] == 15
+    assert [len(batch[0]) for batch in namespace["made"]] == [16] * 6 + [4]

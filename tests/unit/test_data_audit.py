@@ -40,7 +40,6 @@ def test_json_and_back():
 
 
 def test_public_names():
-    assert oomproof.DataAudit is DataAudit
     assert oomproof.data.DataAudit is DataAudit
     assert callable(oomproof.data.audit)
     assert callable(oomproof.data.tune)

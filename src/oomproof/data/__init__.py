@@ -9,27 +9,47 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oomproof.data.audit import audit
+    from oomproof.data.arrays import from_arrays
     from oomproof.data.audit_record import DataAudit, Stage
-    from oomproof.data.tune import tune
+    from oomproof.data.auditing import audit
+    from oomproof.data.generators import from_generator
+    from oomproof.data.images import from_files
+    from oomproof.data.records import from_records
+    from oomproof.data.stream import Stream
+    from oomproof.data.tables import from_table
+    from oomproof.data.tuning import tune
 
-__all__ = ["DataAudit", "Stage", "audit", "tune"]
+__all__ = [
+    "DataAudit",
+    "Stage",
+    "Stream",
+    "audit",
+    "from_arrays",
+    "from_files",
+    "from_generator",
+    "from_records",
+    "from_table",
+    "tune",
+]
 
 _FILES = {
     "DataAudit": "oomproof.data.audit_record",
     "Stage": "oomproof.data.audit_record",
-    "audit": "oomproof.data.audit",
-    "tune": "oomproof.data.tune",
+    "Stream": "oomproof.data.stream",
+    "audit": "oomproof.data.auditing",
+    "from_arrays": "oomproof.data.arrays",
+    "from_files": "oomproof.data.images",
+    "from_generator": "oomproof.data.generators",
+    "from_records": "oomproof.data.records",
+    "from_table": "oomproof.data.tables",
+    "tune": "oomproof.data.tuning",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FILES:
-        raise AttributeError(f"module 'oomproof.data' has no attribute {name!r}")
-    found = getattr(importlib.import_module(_FILES[name]), name)
-    # `audit` and `tune` are also the names of files, which the import has just put in the functions' place.
-    globals()[name] = found
-    return found
+    if name in _FILES:
+        return getattr(importlib.import_module(_FILES[name]), name)
+    raise AttributeError(f"module 'oomproof.data' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

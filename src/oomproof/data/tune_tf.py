@@ -17,7 +17,7 @@ from oomproof.data.tf_chain import AUTOTUNE, Node, chain_of
 from oomproof.data.tf_elements import Elements
 from oomproof.data.tf_memory import Accounts, settings_of
 from oomproof.data.tf_rebuild import CannotRebuildError, Changes, again
-from oomproof.data.tune import Tuning
+from oomproof.data.tuning import Tuning
 from oomproof.units import format_bytes
 
 _MIB = 2**20
