@@ -15,6 +15,7 @@ from oomproof import backends
 from oomproof.backends.common.callbacks import epochs_told
 from oomproof.backends.common.precision import compiled, trained_in
 from oomproof.batches import Settings
+from oomproof.data.slices import feed_in_slices
 from oomproof.diagnosis.explaining import explain
 from oomproof.driver import Driver
 from oomproof.errors import RecoveryFailedError
@@ -212,6 +213,8 @@ class _Guard:
         verbose = self._verbose if self._verbose != "auto" else bound.arguments.get("verbose", "auto")
         if name == "fit" and self._settings.start is None and self._planner.changes_models:
             self._plan_changes(bound.arguments)
+        if name == "fit" and (told := feed_in_slices(bound.arguments)) is not None and verbose != 0:
+            logger.warning(f"oomproof: {told}")
         driver = self._ready()
         driver.begin(silent=verbose == 0, may_grow=not name.endswith("on_batch"))
         self._depth += 1
