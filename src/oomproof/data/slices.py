@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from oomproof import host
-from oomproof.data.arrays import from_arrays
 from oomproof.data.audit_arrays import audit_arrays, leaves, nbytes
 from oomproof.units import format_bytes
 
@@ -37,10 +36,11 @@ def feed_in_slices(arguments: dict[str, Any]) -> str | None:
     copies = sum(stages.values())
     if copies <= _MOST * free:
         return None
-    # Drawn from the generator that `keras.utils.set_random_seed` sets.
-    seed = int(np.random.randint(2**31 - 1))
+    # Not before it is needed: Keras is told about streams when they are loaded.
+    from oomproof.data.arrays import from_arrays
+
     shuffle = bool(arguments.get("shuffle", True))
-    arguments["x"] = from_arrays(*given, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    arguments["x"] = from_arrays(*given, batch_size=batch_size, shuffle=shuffle)
     for name in ("y", "sample_weight", "batch_size", "shuffle"):
         arguments.pop(name, None)
     order = ", shuffled in an order of its own" if shuffle else ""

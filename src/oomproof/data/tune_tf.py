@@ -21,8 +21,6 @@ from oomproof.data.tuning import Tuning
 from oomproof.units import format_bytes
 
 _MIB = 2**20
-# Below this a source may be copied and a buffer may stay where it is.
-_WORTH_IT = 16 * _MIB
 _PREFETCH = 2
 _AIM = 0.95
 # A cache that is added leaves this share of the budget to everything else.
@@ -32,6 +30,12 @@ _REPEATABLE = {
     *("tensor_slices", "tensors", "range", "reader", "map", "filter", "take", "skip", "shard", "options"),
     "pass",
 }
+# What takes next to no time on an element of less than `_SMALL` bytes.
+_QUICK_OPS = {
+    *("Const", "Identity", "Placeholder", "NoOp", "Cast", "Reshape", "ExpandDims", "Squeeze", "Shape", "StridedSlice"),
+    *("Pack", "OneHot", "Sub", "AddV2", "Mul", "RealDiv", "Maximum", "Minimum", "Neg", "Equal", "Less", "Greater"),
+}
+_SMALL = 2**20
 _SLOW_OPS = ("ReadFile", "Decode", "ParseExample", "ParseSequenceExample", "ParseSingle", "Resize")
 
 
@@ -98,12 +102,18 @@ class Tuner:
             node = step.node
             if node is None or node.kind != "map" or node.parallel_calls is not None or node.function is None:
                 continue
+            if node.function.is_pure and self._is_quick(node):
+                continue  # To hand such an element to another thread takes longer.
             if node.function.is_pure:
                 self._change(index, parallel_calls=AUTOTUNE)
                 self.changes.append(f"{node.name}: calls in parallel, in the same order")
             else:
                 why = "calls Python" if node.function.calls_python else "draws random numbers or has state"
                 self.kept.append(f"{node.name}: it {why}, and parallel calls would change what an element gets")
+
+    def _is_quick(self, node: Node) -> bool:
+        assert node.function is not None
+        return set(node.function.ops) <= _QUICK_OPS and self.size(node) < _SMALL
 
     def prefetch(self) -> None:
         """A prefetch at the end, so that the model never waits for a batch that could have been made."""
@@ -191,7 +201,8 @@ class Tuner:
         settings = settings_of(end)
         sources = Accounts(end, self.books.elements, settings).at(end).sources
         options = tf.data.Options()
-        if settings.rewrites and sources >= (_WORTH_IT if self.bytes(dataset) <= self.budget else _MIB):
+        # That optimising is worth a few percent of speed, so only where the copy is what does not fit.
+        if settings.rewrites and sources >= _MIB and self.bytes(dataset) > self.budget:
             options.experimental_optimization.apply_default_optimizations = False
             self.changes.append(f"TensorFlow's optimising off: it copies {format_bytes(sources)} of source tensors")
         if dataset.options().autotune.ram_budget is None:
