@@ -111,6 +111,8 @@ def _asked(incident: Incident, root: Hit) -> _Asked:
         # The exact figure of another request, such as one for a pool that had failed before.
         stated, rounded = None, own
     shape, dtype, op = first("shape"), first("dtype"), details.get("op")
+    if shape and dtype is None:
+        dtype = details.get("node_dtype")
     exact = None
     if shape and dtype in DTYPE_BYTES:
         exact = tensor_bytes(shape, dtype)

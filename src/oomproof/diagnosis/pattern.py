@@ -130,7 +130,7 @@ def _value(name: str, text: str) -> Any:
     if name in ("shape", "buffer_shape"):
         sizes = [size.strip() for size in text.strip(", ").split(",") if size.strip()]
         return tuple(int(size[:18]) for size in sizes[:32]) if all(size.isdecimal() for size in sizes) else None
-    if name in ("dtype", "buffer_dtype"):
+    if name in ("dtype", "buffer_dtype", "node_dtype"):
         return _DTYPES.get(text.lower(), text.lower())
     return text
 

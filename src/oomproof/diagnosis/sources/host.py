@@ -221,7 +221,8 @@ PATTERNS = (
         "notebook-ram",
         "failure",
         "crashed|died|restart",
-        r"(?:session|kernel).{0,60}(?:crashed|died|restart\w*).{0,60}(?:using )?(?:all|too much|out of) (?:available )?(?:RAM|memory)",
+        r"(?:session|kernel).{0,60}(?:crashed|died|restart\w*).{0,60}(?:using )?(?:all|too much|out of) (?:available )?(?:RAM|memory)|"
+        r"notebook tried to allocate more memory than is available",
         "Your session crashed after using all available RAM.",
         "kernel",
         *_HOST,

@@ -109,4 +109,14 @@ PATTERNS = (
         0.8,
         weight=2.0,
     ),
+    Pattern(
+        "killed-in-another-language",
+        "failure",
+        "getötet|processus arrêté|ucciso|已杀死|強制終了",
+        r"^(?:.{0,80}(?:: \w+ \d+: +\d+|\d+) )?\W*(?:Getötet|Processus arrêté|Ucciso|已杀死|強制終了)(?:\s{2,}\S.*|\s*)$",
+        "run.sh: Zeile 4: 31337 Getötet                 python train.py",
+        *_KERNEL,
+        0.8,
+        weight=2.0,
+    ),
 )

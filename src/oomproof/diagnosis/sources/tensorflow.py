@@ -250,4 +250,11 @@ PATTERNS = (
         r"totalMemory: [\d.]+ ?[KMGT]iB freeMemory: (?P<capacity>[\d.]+ ?[KMGT]iB)",
         "totalMemory: 10.92GiB freeMemory: 187.06MiB",
     ),
+    Pattern(
+        "tf-node-dtype",
+        "detail",
+        "t=dt_",
+        r"\[\[.{0,400}?\bT=DT_(?P<node_dtype>\w+)",
+        '[[Node: conv1/Conv2D = Conv2D[T=DT_FLOAT, data_format="NHWC", strides=[1, 1, 1, 1]](input, filter)]]',
+    ),
 )
