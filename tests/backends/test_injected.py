@@ -360,6 +360,7 @@ def test_the_same_lines_and_the_same_record(caplog):
     ]
     found = run.to_json()
     assert found.pop("seconds") > 0
+    assert found.pop("host_peak") > 0
     backend, versions = found.pop("backend"), found.pop("versions")
     assert backend == keras.backend.backend()
     assert set(versions) == {"oomproof", "keras", backend}
