@@ -17,14 +17,12 @@ from oomproof.backends.base import DeviceMemory, Flight, Shortage, Step
 from oomproof.batches import Batch, Settings, Sizing
 from oomproof.gauge import Gauge
 from oomproof.journal import Journal, reason
+from oomproof.probing import measure, probe
 from oomproof.records import EventKind, Phase, Plan, Run
 from oomproof.step import recover
 from oomproof.step.split import largest_piece, piece_count
 from oomproof.units import format_bytes
 
-# Small steps that may be run to learn what a larger one needs; under XLA each of them is a compile.
-_PROBES = 8
-_COMPILED_PROBES = 3
 # How often a plan is made anew, and by how much it is then taken for too low.
 _REPLANS = 3
 _CAUTION = 1.2
@@ -197,16 +195,9 @@ class Driver:
                 raise
             return None, shortage
         if measured:
-            peak = self._measure(batch.phase, volume, before)
+            peak = measure(self._gauge, self.journal, self._sizing[batch.phase], volume, before)
             self._watch_for_stalls(batch, pieces, peak, time.perf_counter() - began)
         return result, None
-
-    def _measure(self, phase: Phase, volume: int, before: int) -> int:
-        peak = self._gauge.end()
-        self.journal.saw_peak(peak)
-        sizing = self._sizing[phase]
-        sizing.evidence = sizing.evidence.with_need(volume, max(peak - before, 0))
-        return peak
 
     def _watch_for_stalls(self, batch: Batch, pieces: int, peak: int, seconds: float) -> None:
         sizing, volume = self._sizing[batch.phase], batch.volume(pieces)
@@ -324,6 +315,9 @@ class Driver:
         if larger is not None:
             self._resize(batch, "grow", larger, free=free)
 
+    def _probe(self, batch: Batch, below: int) -> None:
+        probe(self.step, self.memory, self._gauge, self.journal, self._sizing[batch.phase], batch, below)
+
     def _start_within_budget(self, batch: Batch) -> None:
         """Measures a few small pieces and computes the rest, so that no step goes over the budget."""
         budget = self.settings.budget
@@ -348,44 +342,6 @@ class Driver:
         update = resident["weights"] + resident["optimizer"] + 2 * resident["gradients"]
         if batch.phase == "train" and not self._lean and update > free * self._gauge.headroom:
             self._go_lean(batch, "plan", free, 0.0)
-
-    def _probe(self, batch: Batch, below: int) -> None:
-        """Measures a step at a few sizes below one that is too large, unless that was done already.
-
-        A probe writes nothing, so nothing has to be undone.
-        """
-        sizing = self._sizing[batch.phase]
-        if sizing.evidence.upto(below // 2).needs:
-            return
-        compiled = self.step.equal_pieces_only()
-        if compiled and self.settings.budget is None:
-            return  # Each size would be compiled for nothing: XLA's own error says what was needed.
-        fixed = self.step.resident()["gradients"] if batch.phase == "train" else 0
-        # Below a limit a failed probe costs a wait. Above a budget it would break a promise.
-        bold = self.settings.budget is None
-        for _ in range(_COMPILED_PROBES if compiled else _PROBES):
-            free = self._gauge.free()
-            size = recover.next_probe(
-                sizing.evidence.upto(below // 2), free, below, batch.unit, self._gauge.headroom, fixed=fixed, bold=bold
-            )
-            if size is None:
-                return
-            samples = size // batch.unit
-            before, began, failed = self._gauge.begin(), time.perf_counter(), False
-            try:
-                self.step.probe(batch.data, samples, batch.phase)
-            except Exception as error:
-                if self.memory.shortage(error) is None:
-                    raise
-                failed = True
-            if failed:
-                self._gauge.release()
-                sizing.evidence = sizing.evidence.with_failure(samples * batch.unit, free)
-                message = f"{samples} samples do not fit, tried to see what fits; nothing lost"
-                seconds = time.perf_counter() - began
-                self.journal.note("oom", batch.phase, batch.size, message, before=samples, free=free, seconds=seconds)
-                return
-            self._measure(batch.phase, samples * batch.unit, before)
 
     # After a failure
 

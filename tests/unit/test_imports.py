@@ -20,7 +20,19 @@ BELOW_TRAINING = (
     FOUNDATION
     | LEAF_ROOMS
     | PURE_ROOMS
-    | {"devices", "step", "backends", "batches", "driver", "gauge", "journal", "refusals", "verification", "loops"}
+    | {
+        "devices",
+        "step",
+        "backends",
+        "batches",
+        "driver",
+        "gauge",
+        "journal",
+        "probing",
+        "refusals",
+        "verification",
+        "loops",
+    }
     | {"doctor"}
     | {"plan_cache", "plans"}
 )
@@ -54,7 +66,8 @@ MAY_IMPORT = {
     **{room: FOUNDATION | LEAF_ROOMS | {"devices", "step", "backends"} for room in LEAF_ROOMS},
     "batches": FOUNDATION | {"step", "step.recover"},
     "gauge": FOUNDATION | {"step", "step.recover", "backends", "refusals"},
-    "driver": FOUNDATION | {"step", "step.recover", "backends", "batches", "gauge", "journal", "refusals"},
+    "probing": FOUNDATION | {"step", "step.recover", "backends", "batches", "gauge", "journal"},
+    "driver": FOUNDATION | {"step", "step.recover", "backends", "batches", "gauge", "journal", "probing", "refusals"},
     "plan_cache": FOUNDATION | {"backends"},
     "plans": FOUNDATION | {"devices", "backends", "estimation", "planning", "plan_cache"},
     "verification": BELOW_TRAINING,

@@ -73,7 +73,7 @@ class Node:
         try:
             return default if value is None else int(value)
         except (TypeError, ValueError, NotImplementedError):
-            return default
+            return default  # A tensor of a graph, whose value is known only when the pipeline runs.
 
     @property
     def parallel_calls(self) -> int | None:
@@ -137,6 +137,7 @@ def chain_of(dataset: Any) -> Node:
     try:
         inputs = tuple(chain_of(each) for each in dataset._inputs())
     except (AttributeError, NotImplementedError):
+        # A dataset class of somebody else's, which does not say what it reads from. The audit names it.
         return Node("unknown", dataset, ())
     kind = _KINDS.get(short, "unknown")
     function = getattr(dataset, "_map_func", None)

@@ -1,0 +1,60 @@
+"""Small steps that are run to learn what a larger one needs. They write nothing, so nothing has to be undone."""
+
+from __future__ import annotations
+
+import time
+
+from oomproof.backends.base import DeviceMemory, Step
+from oomproof.batches import Batch, Sizing
+from oomproof.gauge import Gauge
+from oomproof.journal import Journal
+from oomproof.step import recover
+
+# How many may be run; under XLA each of them is a compile.
+_PROBES = 8
+_COMPILED_PROBES = 3
+
+
+def probe(
+    step: Step, memory: DeviceMemory, gauge: Gauge, journal: Journal, sizing: Sizing, batch: Batch, below: int
+) -> None:
+    """Measures a step at a few sizes below one that is too large, unless that was done already."""
+    if sizing.evidence.upto(below // 2).needs:
+        return
+    # Below a limit a failed probe costs a wait. Above a budget it would break a promise.
+    bold, compiled = step.budget is None, step.equal_pieces_only()
+    if compiled and bold:
+        return  # Each size would be compiled for nothing: XLA's own error says what was needed.
+    fixed = step.resident()["gradients"] if batch.phase == "train" else 0
+    for _ in range(_COMPILED_PROBES if compiled else _PROBES):
+        free = gauge.free()
+        size = recover.next_probe(
+            sizing.evidence.upto(below // 2), free, below, batch.unit, gauge.headroom, fixed=fixed, bold=bold
+        )
+        if size is None:
+            return
+        samples = size // batch.unit
+        before, began, failed = gauge.begin(), time.perf_counter(), False
+        try:
+            step.probe(batch.data, samples, batch.phase)
+        except Exception as error:
+            if memory.shortage(error) is None:
+                raise
+            failed = True
+        if failed:
+            # Here the except block is left and its frames are gone, so memory can come back.
+            gauge.release()
+            sizing.evidence = sizing.evidence.with_failure(samples * batch.unit, free)
+            message = f"{samples} samples do not fit, tried to see what fits; nothing lost"
+            seconds = time.perf_counter() - began
+            journal.note("oom", batch.phase, batch.size, message, before=samples, free=free, seconds=seconds)
+            return
+        measure(gauge, journal, sizing, samples * batch.unit, before)
+
+
+def measure(gauge: Gauge, journal: Journal, sizing: Sizing, volume: int, before: int) -> int:
+    """What a step of so many bytes has taken beyond `before`, kept as evidence. Returns its peak."""
+    peak = gauge.end()
+    journal.saw_peak(peak)
+    sizing.evidence = sizing.evidence.with_need(volume, max(peak - before, 0))
+    return peak
