@@ -120,6 +120,14 @@ def test_random_functions_stay_where_and_as_they_are(tf):
     assert any("random" in reason for reason in tuned.tuning.kept)
 
 
+def test_only_what_takes_time_is_done_in_parallel(tf):
+    quick = rows(tf).map(lambda a, b: (tf.cast(a, "float16") / 255, b)).batch(4)
+    slow = rows(tf, 64).map(lambda a, b: (tf.signal.rfft(a), b)).batch(4)
+    large = rows(tf, 2**18).take(4).map(lambda a, b: (a / 255, b)).batch(2)
+    done = [tune(each, budget="4GiB", verbose=False).tuning.changes for each in (quick, slow, large)]
+    assert [any("in parallel" in change for change in changes) for changes in done] == [False, True, True]
+
+
 def test_a_cache_that_does_not_fit_is_taken_out(tf):
     tuned = tune(PIPELINES["cached"](tf), budget="14MiB", verbose=False)
     assert "cache()" not in names(tuned)
