@@ -4,10 +4,13 @@
     python benchmarks/estimate/score.py --engine compile --stacks jax --name estimate-compile-jax
     python benchmarks/estimate/score.py --engine trace --largest
     python benchmarks/estimate/score.py --engine probe --gpu here --stacks torch --jobs 6    on the GPU of the truth
+    python benchmarks/estimate/score.py --engine probe --gpu here --stacks torch --cap 0.75  when the step does not fit
+    python benchmarks/estimate/score.py --engine probe --gpu here --stacks torch --largest
 
 Reads benchmarks/estimate/truth and writes benchmarks/results/estimate-ENGINE.json. Every run of the design is in it,
 those without truth or without an estimate too. The scoring half alone is to be quoted. With --largest it is about the
-largest batch that fits, all in the scoring half, and the result is estimate-largest-ENGINE.json.
+largest batch that fits, all in the scoring half, and the result is estimate-largest-ENGINE.json. With --cap a process
+gets only that part of the peak that was measured, so that what is run to make an estimate cannot be the step itself.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
-from accuracy import by_stack, case, latest, named_share
+from accuracy import by_stack, case, latest, named_share, truth_of
 from collect import TRUTH, read
 from design import written
+from meters import card_bytes, environment, meter
 from search import bracket, next_batch
 from zoo_table import STACKS, entry
 
@@ -48,10 +53,17 @@ def estimated(model: Any, batch: int, stack: str, options: argparse.Namespace) -
 
 def answer(run: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """What is said of a run: its peak, or where it has a memory to fit into, the largest batch that does."""
+    import oomproof
     from zoo import compiled
 
     wanted = {key: run[key] for key in ("precision", "optimizer", "stack")}
+    if "room" in run:
+        meter(run["stack"], "gpu", run["room"])
     model, _ = compiled(run["model"], scale=options.scale, **wanted)
+    if "memory" in run and options.gpu == "here":
+        began = time.perf_counter()
+        found = oomproof.max_batch_size(model, engine=options.engine, jit=run["stack"] in COMPILED)
+        return {"expected": found, "sure": found, "seconds": time.perf_counter() - began}
     if "memory" in run:
         look = functools.cache(lambda batch: estimated(model, batch, run["stack"], options))
         start = entry(run["model"]).batch("medium")
@@ -111,6 +123,10 @@ def asked(stack: str, runs: list[dict[str, Any]], options: argparse.Namespace) -
         variables |= {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     while left := [run for run in runs if run["id"] not in found]:
         known = len(found)
+        if room := left[0].get("room"):
+            # A limit is for the whole process.
+            left = left[:1]
+            variables |= environment(stack, "gpu", room, room / (card_bytes() or room))
         with subprocess.Popen(
             command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:
@@ -138,6 +154,9 @@ def score_peaks(options: argparse.Namespace) -> None:
         ]
         # An estimate of what nobody ran tells nothing.
         wanted = [run for run in runs if run["id"] in rows and options.only in (None, run["half"])]
+        if options.cap is not None:
+            peaks = {run["id"]: truth_of(rows[run["id"]])["truth"] for run in wanted}
+            wanted = [run | {"room": int(options.cap * peaks[run["id"]])} for run in wanted if peaks[run["id"]]]
         found = answers(stack, wanted, options)
         cases += [case(run, rows.get(run["id"]), found.get(run["id"], {})) for run in runs]
         figures = {"quoted": by_stack(cases, "scoring"), "tuning_half_not_quoted": by_stack(cases, "tuning")}
@@ -148,6 +167,8 @@ def score_largest(options: argparse.Namespace) -> None:
     cases = []
     for stack in options.stacks.split(","):
         runs = searches(read(options.truth / f"largest-{stack}.jsonl"))
+        if options.gpu == "here":
+            runs = [run | {"room": run["memory"]} for run in runs]
         found = answers(stack, [run for run in runs if run["fits"] is not None], options)
         for run in runs:
             said = found.get(run["id"], {})
@@ -176,7 +197,7 @@ def searches(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write(options: argparse.Namespace, name: str, figures: dict[str, Any]) -> None:
-    settings = {"engine": options.engine, "gpu": options.gpu, "scale": options.scale}
+    settings = {"engine": options.engine, "gpu": options.gpu, "scale": options.scale, "cap": options.cap}
     write_result(options.name or f"{name}-{options.engine}", settings | figures)
 
 
@@ -189,6 +210,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--largest", action="store_true", help="score the largest batches instead of the peaks")
     parser.add_argument("--truth", type=pathlib.Path, default=TRUTH)
+    parser.add_argument("--cap", type=float, default=None, help="the part of a measured peak a process may use")
     parser.add_argument("--limit-s", type=int, default=600, help="for one run")
     parser.add_argument("--name", default=None, help="name of the result; estimate-ENGINE otherwise")
     parser.add_argument("--scale", type=float, default=1.0, help="shrinks the models: for smoke tests only")

@@ -1,6 +1,6 @@
 """Runs what is measured on a GPU side by side where only memory counts, and alone where time does.
 
-    python tests/gpu/conduct.py truth OUT --seconds 730 --alone 0,330
+    python tests/gpu/conduct.py kernels OUT --seconds 690 --alone 0,385 --ready FILE
     python tests/gpu/conduct.py plans OUT --seconds 800 --alone 0,250 --ready FILE
 
 The jobs of each program are listed below, most wanted first. Those that count memory run together as far as cores and
@@ -49,10 +49,11 @@ def plans(backend: str, cores: int, limit: int, more: str = "", name: str = "", 
     return Job(name, backend, command, limit, cores, card)
 
 
-def score(engine: str, stack: str, limit: int) -> Job:
-    command = f"python benchmarks/estimate/score.py --engine {engine} --gpu here --stacks {stack} --truth $O --jobs 4"
-    command += f" --only scoring --name estimate-{engine}-{stack}-gpu"
-    return Job(f"score-{engine}-{stack}", stack.split("-")[0], command, limit, 4, 30)
+def score(engine: str, stack: str, limit: int, more: str = "") -> Job:
+    command = f"python benchmarks/estimate/score.py --engine {engine} --gpu here --stacks {stack} --truth $O --jobs 3"
+    name = f"{engine}-{stack}" + "".join(f"-{word}" for word in ("largest", "cap") if f"--{word}" in more)
+    command += f" --only scoring --name estimate-{name}-gpu {more}"
+    return Job(f"score-{name}", stack.split("-")[0], command, limit, 3, 20)
 
 
 def oom(name: str, backend: str, limit: int, more: str) -> Job:
@@ -69,45 +70,45 @@ def plan_times(backend: str, limit: int, more: str) -> Job:
     return Job(f"plan-times-{backend}", backend, command, limit, alone=True)
 
 
-DOCTOR = "import json; from oomproof.doctor.checks import check; print(check()); print(json.dumps(check().to_json()))"
+# The one with the smallest grid first: what it leaves goes to the others.
+TIMED = "--models residual_batchnorm,plain_cnn,encoder,vision_transformer"
+LARGEST = "python benchmarks/largest.py"
 SOME = "--models encoder,residual_batchnorm,mlp,plain_cnn --shares 0.5,0.25"
-PEERS = "python benchmarks/peers.py --steps 3 --only oomproof,accelerate,lightning-binsearch,halving,lightning-power"
-RECOMPUTED = "--parts recompute-transformer,recompute-residual --shares 0.5,0.25,0.2"
 
 
-def explain(*backends: str) -> Job:
-    command = f"python benchmarks/explain/produce_gpu.py $O {' '.join(backends)}"
-    return Job(f"explain-{backends[0]}", backends[0], command, 90, alone=True)
+def kernels(backend: str, seconds: int, parts: int = 1) -> tuple[Job, ...]:
+    def job(part: int) -> Job:
+        command = f"python benchmarks/estimate/kernels.py --seconds {seconds} --part {part}/{parts} --out $O"
+        return Job(f"kernels-{backend}-{part}", backend, command, seconds + 20, card=12)
+
+    return tuple(map(job, range(parts)))
 
 
 PROGRAMS = {
-    "truth": (
-        Job("peers", "torch", PEERS, 230, alone=True),
-        step("recompute-torch", "torch", 60, RECOMPUTED),
-        explain("torch", "jax"),
-        collect("tensorflow-graph", 5, 0.3, 400),
-        collect("tensorflow-xla", 5, 0.3, 500),
-        collect("jax", 4, 0.3, 500, "--retry"),
-        Job("doctor", "torch", f"python -c '{DOCTOR}'", 60, card=1),
+    "kernels": (
+        plan_times("torch", 385, f"--total-s 365 {TIMED} --shares 0.5,0.25 --levels 2 --micros 1,2,4,8 --steps 5"),
+        *kernels("torch", 70),
+        *kernels("jax", 140, 3),
+        *kernels("tensorflow", 110),
         score("probe", "torch", 250),
-        collect("torch", 3, 0.3, 200),
+        collect("torch", 3, 0.2, 280, "--max-batch --memory 8GiB"),
+        score("probe", "tensorflow-graph", 250),
+        plans("torch", 4, 330, card=40),
+        collect("tensorflow-graph", 3, 0.2, 280, "--max-batch --memory 8GiB"),
+        score("probe", "torch", 250, "--cap 0.75"),
+        collect("tensorflow-xla", 3, 0.2, 300),
     ),
     "plans": (
-        plan_times("torch", 125, "--total-s 95 --levels 3 --steps 6"),
-        step("recompute-residual-torch", "torch", 60, "--parts recompute-residual --shares 0.5,0.3 --steps 12"),
-        step("recompute-jax", "jax", 110, "--parts recompute-transformer --shares 0.25,0.2 --steps 15"),
-        explain("tensorflow"),
+        plan_times("jax", 240, "--total-s 220 --models encoder,plain_cnn --levels 2 --micros 1,4 --steps 8"),
+        score("probe", "torch", 250, "--largest"),
+        score("probe", "tensorflow-graph", 250, "--largest"),
+        collect("jax", 4, 0.3, 400, "--max-batch --memory 8GiB"),
         plans("torch", 5, 450, card=50),
         plans("jax", 4, 500, card=40),
-        Job("doctor", "torch", f"python -c '{DOCTOR}'", 60, card=1),
-        Job("tight", "tensorflow", "python benchmarks/estimate/tight.py --out $O --jobs 2", 250, 2, 10),
-        collect("tensorflow-graph", 4, 0.2, 400),
-        plans("tensorflow", 3, 300, f"--jit off {SOME}", "plans-tensorflow-graph", 20),
+        plans("tensorflow", 2, 300, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla", 20),
         Job(
             "largest", "torch", "python benchmarks/largest.py --total-s 270 --jobs 4 --out $O/largest.jsonl", 290, 4, 35
         ),
-        score("probe", "torch", 250),
-        plans("tensorflow", 2, 300, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla", 20),
         score("compile", "jax", 250),
         collect("jax", 3, 0.3, 300),
     ),

@@ -42,11 +42,13 @@ class Answer:
         peak: Bytes at the peak, where the engine knows better than a replay of the trace.
         unknown: Bytes by which the peak may be lower, and higher, because of what cannot be known. The engine's
             usual error comes on top.
+        measured: Whether `peak` was measured on the step itself.
         notes: What to know about it, in words.
     """
 
     trace: Trace
     peak: int | None = None
+    measured: bool = False
     unknown: tuple[int, int] = (0, 0)
     notes: tuple[str, ...] = ()
 

@@ -99,8 +99,13 @@ def estimate(
     replayed = replay(answer.trace)
     peak = replayed.peak if answer.peak is None else answer.peak
     live = _scaled(replayed, peak)
-    band = band_of(name, backend.name, mode)
+    band = band_of(name, backend.name, mode, answer.measured)
+    high = int((peak + answer.unknown[1]) * (1 + band.above))
     reserved = max(peak, replayed.reserved)
+    limit = None if card is None else _limit(card, backend, here=gpu is None and memory is None)
+    if answer.measured and limit is not None:
+        # It went through.
+        high = min(high, max(limit, peak))
     return Estimate(
         model=model.name,
         backend=backend.name,
@@ -112,10 +117,10 @@ def estimate(
         engine=name,
         low=int((peak - answer.unknown[0]) * (1 - band.below)),
         expected=peak,
-        high=int((peak + answer.unknown[1]) * (1 + band.above)),
+        high=high,
         confidence=band.confidence,
         gpu=None if card is None else str(card),
-        limit=None if card is None else card.usable(backend.name),
+        limit=limit,
         driver=None if card is None else card.shown(backend.name, reserved),
         by_category=_summed(((buffer.category, size) for buffer, size in live), peak, "temporary"),
         by_layer=tuple(_summed(((buffer.layer, size) for buffer, size in live), peak, "").items()),
@@ -240,6 +245,13 @@ def _with_next_batch(answer: Answer, workload: Workload, batch_size: int, backen
     trace = with_next_batch(answer.trace, workload, batch_size, backend)
     more = sum(buffer.size for buffer in trace.buffers[len(answer.trace.buffers) :])
     return dataclasses.replace(answer, trace=trace, peak=None if answer.peak is None else answer.peak + more)
+
+
+def _limit(card: devices.Gpu, backend: Backend, *, here: bool) -> int:
+    """Bytes there are to fit into; on the card in this machine that may be less, by a limit or by other processes."""
+    usable = card.usable(backend.name)
+    limit = backend.memory().describe().limit if here else None
+    return usable if limit is None else min(usable, limit)
 
 
 def _layer_of(variable: Any) -> str:

@@ -1,13 +1,14 @@
 """The engine for the device at hand: real steps at small batch sizes, measured, and a straight line through them.
 
 Peaks are close to linear in the batch size. The line goes through the smallest and the largest size that were run; the
-one in between says how straight it is. Where the line says that the batch itself fits with room to spare, that is run
-too, and what was measured is the answer. Weights, optimizer and metrics are put back as they were.
+one in between says how straight it is. Where the line says that the batch itself may fit, that is run too, and what was
+measured is the answer. Weights, optimizer and metrics are put back as they were.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,10 +24,8 @@ from oomproof.tracing import Spec
 # Shares of the batch that are run, and the fewest samples that are worth running.
 _SHARES = (1 / 8, 1 / 4, 1 / 2)
 _LEAST = 2
-# The share of what is there below which the batch itself is run.
-_SURELY_FITS = 0.8
-# The first step at a size chooses algorithms and makes what is made once; the second is like all that follow.
-_STEPS = 2
+# One that is forgotten, and two that count: what a step leaves behind is there in the next.
+_STEPS = 3
 
 
 def why_not(question: Question) -> str | None:
@@ -49,52 +48,65 @@ def answer(question: Question) -> Answer:
     sizes = sorted({max(_LEAST, int(batch_size * share)) for share in _SHARES})
     sizes = [size for size in sizes if size < batch_size] or [batch_size]
     peaks: list[int] = []
+    memory = question.backend.memory().describe()
     with _put_back(question.model):
         for size in sizes:
             peak = _peak(question, size)
             if peak is None:
                 break
             peaks.append(peak)
-        whole = _whole(question, sizes, peaks, batch_size)
+        tried = _may_fit(sizes, peaks, batch_size, memory.limit)
+        whole = _peak(question, batch_size) if tried else None
     if not peaks:
         raise CannotFitError(
-            f"Not even {sizes[0]} of {batch_size} samples fit on {question.backend.memory().describe()}, so nothing "
+            f"Not even {sizes[0]} of {batch_size} samples fit on {memory}, so nothing "
             'could be measured. Ask with engine="trace", which runs nothing.'
         )
     sizes = sizes[: len(peaks)]
-    expected, doubt = _line(sizes, peaks, batch_size) if whole is None else (whole, 0)
-    run = ", ".join(map(str, sizes if whole is None else [*sizes, batch_size]))
+    expected, doubt = _line(sizes, peaks, batch_size)
+    notes = [f"real steps were run with batches of {', '.join(map(str, sizes))} on {memory}"]
+    if batch_size in sizes:
+        doubt = 0
+    elif whole is not None:
+        expected, doubt = whole, 0
+        notes = [f"the step itself was run on {memory}"]
+    elif tried:
+        # It is more than there is, whatever the line says.
+        expected = max(expected, (memory.limit or 0) + 1)
+        notes.append(f"a batch of {batch_size} was tried and ran out of memory")
     return Answer(
         trace,
         peak=int(expected),
+        measured=whole is not None or batch_size in sizes,
         unknown=(int(doubt), int(doubt)),
-        notes=(*trace.notes, f"real steps were run with batches of {run} on {question.backend.memory().describe()}"),
+        notes=tuple(notes),
     )
 
 
-def _whole(question: Question, sizes: list[int], peaks: list[int], batch_size: int) -> int | None:
-    """The peak of the batch itself, or `None` where it might not fit."""
-    limit = question.backend.memory().describe().limit
-    if limit is None or len(peaks) < len(sizes) or sizes[-1] >= batch_size:
-        return None
+def _may_fit(sizes: list[int], peaks: list[int], batch_size: int, limit: int | None) -> bool:
+    """Whether it is worth trying the batch itself."""
+    if limit is None or len(peaks) < len(sizes) or batch_size in sizes:
+        return False
     expected, doubt = _line(sizes, peaks, batch_size)
-    return _peak(question, batch_size) if expected + doubt < _SURELY_FITS * limit else None
+    return expected - doubt <= limit
 
 
 def _peak(question: Question, size: int) -> int | None:
-    """Bytes at the peak of steps of that size, or `None` where they do not fit."""
+    """Bytes at the peak of steps of that size, or `None` where they do not fit.
+
+    They are run by Keras's own loops: `train_on_batch` moves a batch to the device once, `fit` does so where it is
+    used, which can be more than once.
+    """
     model, memory, phase = question.model, question.backend.memory(), question.workload.phase
     x, y = (_data(part, size) for part in (question.workload.x, question.workload.y))
+    batches = _Repeated((x,) if phase == "predict" else (x, y))
+    loop = {"train": model.fit, "test": model.evaluate, "predict": model.predict}[phase]
+    # Keras leaves cycles behind that hold tensors; those of another size have no place in this one's peak.
+    gc.collect()
     memory.release()
     memory.reset_peak()
-    steps = {
-        "train": model.train_on_batch,
-        "test": model.test_on_batch,
-        "predict": lambda x, _: model.predict_on_batch(x),
-    }
     try:
-        for _ in range(_STEPS):
-            steps[phase](x, y)
+        loop(batches, verbose=0, callbacks=[_FirstStepForgotten(memory)])
     except Exception as error:
         if memory.shortage(error) is None:
             raise
@@ -102,6 +114,44 @@ def _peak(question: Question, size: int) -> int | None:
     use = memory.usage()
     assert use is not None
     return use.peak
+
+
+class _Repeated(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is seen as untyped.
+    """The same batch a few times, from the host."""
+
+    def __init__(self, batch: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return _STEPS
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batch
+
+
+class _FirstStepForgotten(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is seen as untyped.
+    """The first step at a size looks for kernels and makes what is made once; the others are like all that follow."""
+
+    def __init__(self, memory: Any) -> None:
+        super().__init__()
+        self._memory = memory
+        self._forgotten = False
+
+    def _after(self, step: int) -> None:
+        # A model may be told to run several steps at a time: the last one has to count in any case.
+        if not self._forgotten and step + 1 < _STEPS:
+            self._forgotten = True
+            self._memory.reset_peak()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._after(batch)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._after(batch)
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._after(batch)
 
 
 def _line(sizes: list[int], peaks: list[int], batch_size: int) -> tuple[float, float]:
@@ -135,6 +185,7 @@ def _samples(specs: Any) -> int:
 @contextlib.contextmanager
 def _put_back(model: Any) -> Iterator[None]:
     """Whatever steps write, copied to the host before and back afterwards."""
+    history, stopped = getattr(model, "history", None), getattr(model, "stop_training", False)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
@@ -145,3 +196,4 @@ def _put_back(model: Any) -> Iterator[None]:
     finally:
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
+        model.history, model.stop_training = history, stopped

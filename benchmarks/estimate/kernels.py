@@ -1,0 +1,236 @@
+"""What single layers take besides their tensors, on a GPU: convolutions and recurrent layers, one after another.
+
+    KERAS_BACKEND=torch python benchmarks/estimate/kernels.py --seconds 60 --out DIR         also jax, tensorflow
+
+The layers are drawn at random, always the same ones, and none is of the zoo that estimates are scored on: rules for
+workspaces are to be made from these, so that the scoring half stays unseen. Every layer is a line of
+DIR/kernels-BACKEND.jsonl. On torch: bytes kept and taken forward and backward, with and without a gradient by the
+input. On JAX: the workspace XLA's autotuner settled on, by kernel. On TensorFlow: bytes beyond results, by op, after
+the first run, in which kernels are searched for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import pathlib
+import random
+import re
+import time
+from typing import Any
+
+SEED = 11
+COUNT = 600
+# Elements of the input or the output, at most.
+MOST = 2**26
+Layer = dict[str, Any]
+
+
+def drawn() -> list[Layer]:
+    rng = random.Random(SEED)
+    layers: list[Layer] = []
+    while len(layers) < COUNT:
+        kind = rng.choice(["conv2d"] * 4 + ["conv2d_transpose"] * 3 + ["conv3d", "conv1d", "lstm", "gru"])
+        dtype = rng.choice(["float32", "float32", "float16", "bfloat16"])
+        if kind in ("lstm", "gru"):
+            layer: Layer = {
+                "kind": kind,
+                "dtype": dtype,
+                "batch": rng.choice([16, 64, 256]),
+                "steps": rng.choice([16, 64, 200]),
+                "inputs": rng.choice([32, 128, 300]),
+                "units": rng.choice([64, 128, 200, 512]),
+                "bidirectional": rng.random() < 0.4,
+            }
+            layers.append(layer)
+            continue
+        rank = {"conv1d": 1, "conv3d": 3}.get(kind, 2)
+        size = rng.choice({1: [256, 1000, 4096], 2: [7, 14, 28, 32, 56, 64, 112, 128], 3: [8, 14, 28]}[rank])
+        layer = {
+            "kind": kind,
+            "dtype": dtype,
+            "batch": 2 ** rng.randint(3, 11),
+            "size": [size] * rank,
+            "inputs": rng.choice([1, 3, 16, 24, 32, 64, 96, 128, 256]),
+            "filters": rng.choice([1, 3, 16, 24, 32, 64, 96, 128, 256, 512]),
+            "kernel": rng.choice([1, 2, 3, 3, 3, 4, 5, 7]),
+            "strides": rng.choice([1, 1, 2]),
+            "dilation": 1,
+        }
+        if layer["strides"] == 1 and kind != "conv2d_transpose" and rng.random() < 0.15:
+            layer["dilation"] = 2
+        grown = layer["strides"] if kind == "conv2d_transpose" else 1
+        elements = layer["batch"] * max(size**rank * layer["inputs"], (size * grown) ** rank * layer["filters"])
+        if 2**18 <= elements <= MOST:
+            layers.append(layer)
+    return layers
+
+
+def built(layer: Layer) -> tuple[Any, tuple[int, ...]]:
+    """The Keras layer, and the shape of its input."""
+    import keras
+
+    policy = {"float32": "float32"}.get(layer["dtype"], f"mixed_{layer['dtype']}")
+    if layer["kind"] in ("lstm", "gru"):
+        make = {"lstm": keras.layers.LSTM, "gru": keras.layers.GRU}[layer["kind"]]
+        made = make(layer["units"], return_sequences=True, dtype=policy)
+        if layer["bidirectional"]:
+            made = keras.layers.Bidirectional(made, dtype=policy)
+        shape: tuple[int, ...] = (layer["batch"], layer["steps"], layer["inputs"])
+    else:
+        make = {
+            "conv1d": keras.layers.Conv1D,
+            "conv2d": keras.layers.Conv2D,
+            "conv3d": keras.layers.Conv3D,
+            "conv2d_transpose": keras.layers.Conv2DTranspose,
+        }[layer["kind"]]
+        made = make(
+            layer["filters"],
+            layer["kernel"],
+            layer["strides"],
+            padding="same",
+            dilation_rate=layer["dilation"],
+            use_bias=False,
+            dtype=policy,
+        )
+        shape = (layer["batch"], *layer["size"], layer["inputs"])
+    made.build(shape)
+    return made, shape
+
+
+def on_torch(layer: Layer) -> Layer:
+    import torch
+
+    made, shape = built(layer)
+    found: Layer = {}
+    for inner in (False, True):
+        gc.collect()
+        torch.cuda.empty_cache()
+        x = torch.ones(shape, dtype=getattr(torch, layer["dtype"]), device="cuda").requires_grad_(inner)
+        for run in range(2):
+            made.zero_grad()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            y = made(x)
+            forward = {"kept": torch.cuda.memory_allocated() - before}
+            forward["peak"] = torch.cuda.max_memory_allocated() - before
+            gradient = torch.ones_like(y)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            y.backward(gradient)
+            backward = {"kept": torch.cuda.memory_allocated() - before}
+            backward["peak"] = torch.cuda.max_memory_allocated() - before
+            if run:
+                found["inner" if inner else "first"] = {"forward": forward, "backward": backward}
+            found |= {"output": list(y.shape), "output_strides": list(y.stride())}
+            del y, gradient
+            x.grad = None
+        del x
+    found["weights"] = sum(v.value.numel() for v in made.trainable_variables)
+    return found
+
+
+_CALL = re.compile(r"= (\(.*?\)|\S+) custom-call\(.*?custom_call_target=\"(__cud[^\"]*)\"")
+_ALGORITHM = re.compile(r'"algo_id":"?(\d+)')
+
+
+def on_jax(layer: Layer) -> Layer:
+    import jax
+    import jax.numpy as jnp
+
+    if layer["kind"] in ("lstm", "gru"):
+        return {"skipped": "cuDNN says it itself"}
+    made, shape = built(layer)
+    weights = [v.value for v in made.trainable_variables]
+
+    def pulled(weights: Any, x: Any, gradient: Any) -> Any:
+        y, back = jax.vjp(lambda w, x: made.stateless_call(w, [], x)[0], weights, x)
+        return y, back(gradient)
+
+    x = jax.ShapeDtypeStruct(shape, jnp.dtype(layer["dtype"]))
+    out = jax.eval_shape(lambda w, x: made.stateless_call(w, [], x)[0], weights, x)
+    compiled = jax.jit(pulled).lower(weights, x, out).compile()
+    calls = []
+    for line in compiled.as_text().splitlines():
+        if match := _CALL.search(line):
+            algorithm = _ALGORITHM.search(line)
+            calls.append([match[2], match[1], algorithm[1] if algorithm else None])
+    analysis = compiled.memory_analysis()
+    return {"calls": calls, "temporary": analysis.temp_size_in_bytes, "outputs": analysis.output_size_in_bytes}
+
+
+def on_tensorflow(layer: Layer) -> Layer:
+    import tensorflow as tf
+
+    if layer["kind"] in ("lstm", "gru"):
+        return {"skipped": "cuDNN's recurrent kernels are not always there"}
+    made, shape = built(layer)
+    device = "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
+    dtype = tf.as_dtype(layer["dtype"])
+    weights = tf.cast(made.trainable_variables[0].value, dtype)
+    made.trainable_variables[0]._value = weights
+    x = tf.ones(shape, dtype)
+    y = made(x)
+    gradient = tf.ones_like(y)
+
+    def by(what: str) -> Any:
+        def run(x: Any, w: Any, g: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch([x, w])
+                made.trainable_variables[0]._value = w
+                y = made(x)
+            return y if what == "forward" else tape.gradient(y, x if what == "input" else w, output_gradients=g)
+
+        return tf.function(run, jit_compile=False, autograph=False)
+
+    del y
+    found: Layer = {"bytes": {}}
+    for what in ("forward", "input", "filter"):
+        function = by(what)
+        for run in range(3):
+            before = tf.config.experimental.get_memory_info(device)["current"]
+            tf.config.experimental.reset_memory_stats(device)
+            result = function(x, weights, gradient)
+            float(tf.reduce_sum(tf.cast(tf.reshape(result, [-1])[:1], tf.float32)))
+            peak = tf.config.experimental.get_memory_info(device)["peak"] - before
+            if run in (0, 2):
+                found["bytes"][what if run else f"{what}, first run"] = peak
+            size = math.prod(result.shape) * result.dtype.size
+            del result
+        found["bytes"][f"{what}, result"] = size
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--part", default="0/1", help="this one of so many parts, for several processes side by side")
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    options = parser.parse_args()
+    backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+    os.environ |= {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    run = {"torch": on_torch, "jax": on_jax, "tensorflow": on_tensorflow}[backend]
+    at, parts = map(int, options.part.split("/"))
+    end = time.monotonic() + options.seconds
+    options.out.mkdir(parents=True, exist_ok=True)
+    with (options.out / f"kernels-{backend}-{at}.jsonl").open("a") as file:
+        for number, layer in enumerate(drawn()):
+            if number % parts != at:
+                continue
+            if time.monotonic() > end:
+                break
+            began = time.monotonic()
+            try:
+                found = run(layer)
+            except Exception as error:
+                found = {"failed": f"{type(error).__name__}: {error}"[:300]}
+            row = layer | found | {"number": number, "seconds": round(time.monotonic() - began, 2)}
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()
