@@ -1,7 +1,7 @@
 """Runs what is measured on a GPU side by side where only memory counts, and alone where time does.
 
     python tests/gpu/conduct.py kernels OUT --seconds 690 --alone 0,385 --ready FILE
-    python tests/gpu/conduct.py plans OUT --seconds 800 --alone 0,250 --ready FILE
+    python tests/gpu/conduct.py plans OUT --seconds 950 --alone 0,270 --ready FILE
 
 The jobs of each program are listed below, most wanted first. Those that count memory run together as far as cores and
 card allow; between the two seconds of --alone those that take times run one after another; then the rest goes on.
@@ -99,18 +99,16 @@ PROGRAMS = {
         collect("tensorflow-xla", 3, 0.2, 300),
     ),
     "plans": (
-        plan_times("jax", 240, "--total-s 220 --models encoder,plain_cnn --levels 2 --micros 1,4 --steps 8"),
-        score("probe", "torch", 250, "--largest"),
-        score("probe", "tensorflow-graph", 250, "--largest"),
-        collect("jax", 4, 0.3, 400, "--max-batch --memory 8GiB"),
-        plans("torch", 5, 450, card=50),
-        plans("jax", 4, 500, card=40),
+        plan_times("torch", 270, f"--total-s 250 {TIMED} --shares 0.5,0.25 --levels 2 --micros 1,2,4 --steps 5"),
+        plans("torch", 5, 500, card=50),
+        score("probe", "torch", 300, "--largest"),
+        score("probe", "tensorflow-graph", 400),
+        plans("jax", 4, 600, card=30),
+        score("probe", "torch", 250),
+        collect("tensorflow-graph", 3, 0.2, 300, "--max-batch --memory 8GiB"),
+        Job("largest", "torch", f"{LARGEST} --total-s 270 --jobs 3 --out $O/largest.jsonl", 290, 3, 30),
         plans("tensorflow", 2, 300, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla", 20),
-        Job(
-            "largest", "torch", "python benchmarks/largest.py --total-s 270 --jobs 4 --out $O/largest.jsonl", 290, 4, 35
-        ),
         score("compile", "jax", 250),
-        collect("jax", 3, 0.3, 300),
     ),
 }
 

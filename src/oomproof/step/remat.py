@@ -242,9 +242,12 @@ def _needed_anyway(stretches: Sequence[Stretch]) -> int:
 
 
 def _runs_to(stretches: Sequence[Stretch], end: int, behind: Sequence[int]) -> Iterator[_Block]:
-    """Every run that ends there, the shortest first."""
+    """Every run that ends there, the shortest first.
+
+    What was made again is let go of as the backward pass of the run goes on, so each of its stretches has a moment.
+    """
     graph, _, _ = stretches[end - 1].last.rpartition("/")
-    keeps = made = work = cost = 0
+    keeps = needs = cost = 0
     for start in range(end - 1, -1, -1):
         stretch = stretches[start]
         if not stretch.recomputable or not _is_part_of(graph, stretch):
@@ -252,10 +255,9 @@ def _runs_to(stretches: Sequence[Stretch], end: int, behind: Sequence[int]) -> I
         further = end - 1 - start
         crossing = stretch.crossing[further] if further < len(stretch.crossing) else 0
         keeps += crossing
-        made += max(stretch.kept, crossing)
-        work = max(work, stretch.work)
+        needs = max(stretch.kept, crossing) + max(needs, stretch.work + behind[start])
         cost += round(stretch.cost * _TICKS) * _TICK + _STRETCH
-        yield _Block(start, end, keeps, made + work + behind[start], cost + _RUN)
+        yield _Block(start, end, keeps, needs, cost + _RUN)
 
 
 def _is_part_of(graph: str, stretch: Stretch) -> bool:

@@ -22,7 +22,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from oomproof.backends.common.calls import Call, Graph
 from oomproof.backends.common.engine import Engine
 from oomproof.backends.common.model import layers
-from oomproof.backends.common.stretches import resolved
+from oomproof.backends.common.stretches import all_graphs, resolved
 
 # Set while a stretch runs: what it holds is computed again with it, and not once more by itself.
 _INSIDE = "oomproof_inside_stretch"
@@ -48,8 +48,7 @@ class Recomputing(Engine, Protocol):
         """`function(*tensors)`, which returns tensors and writes nothing, computed again when it is differentiated."""
 
 
-@contextlib.contextmanager
-def recomputing(model: Any, stretches: Sequence[str], engine: Recomputing) -> Iterator[None]:
+def recomputing(model: Any, stretches: Sequence[str], engine: Recomputing) -> contextlib.AbstractContextManager[None]:
     """While it lasts, calls of the model compute the stretches again when they are differentiated.
 
     Args:
@@ -61,37 +60,68 @@ def recomputing(model: Any, stretches: Sequence[str], engine: Recomputing) -> It
     Raises:
         ValueError: A label is unknown, or two do not follow each other, or stretches overlap.
     """
-    in_graphs, whole_layers = resolved(model, stretches)
-    replaced = [(graph.function, "_run_through_graph", _runner(engine, graph, spans)) for graph, spans in in_graphs]
-    replaced += [(layer, "call", _caller(engine, layer)) for layer in whole_layers]
-    # Past all attribute tracking, of Keras as of the frameworks: none of this is part of the model.
-    before = [vars(owner).get(name) for owner, name, _ in replaced]
-    try:
-        for owner, name, function in replaced:
-            vars(owner)[name] = function
-        yield
-    finally:
-        for (owner, name, _), old in zip(replaced, before, strict=True):
-            vars(owner).pop(name, None)
-            if old is not None:
-                vars(owner)[name] = old
+    return Rewiring(model, stretches, engine).active()
+
+
+class Rewiring:
+    """What models and layers find in the place of their own functions. Made once, and active for the time of a call.
+
+    Args:
+        model: As for `recomputing`.
+        stretches: Likewise.
+        engine: Likewise.
+        every_graph: Also run graphs in which nothing is recomputed. Keras holds every tensor of a graph until its call
+            is over; here each is let go of after its last use. Where ops run one by one, that is much memory.
+    """
+
+    def __init__(self, model: Any, stretches: Sequence[str], engine: Recomputing, *, every_graph: bool = False) -> None:
+        in_graphs, whole_layers = resolved(model, stretches)
+        if every_graph:
+            known = {id(graph.function) for graph, _ in in_graphs}
+            in_graphs += [(graph, []) for graph in all_graphs(model) if id(graph.function) not in known]
+        self._replaced = [
+            (graph.function, "_run_through_graph", _runner(engine, graph, spans)) for graph, spans in in_graphs
+        ]
+        self._replaced += [(layer, "call", _caller(engine, layer)) for layer in whole_layers]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        # Past all attribute tracking, of Keras as of the frameworks: none of this is part of the model.
+        before = [vars(owner).get(name) for owner, name, _ in self._replaced]
+        try:
+            for owner, name, function in self._replaced:
+                vars(owner)[name] = function
+            yield
+        finally:
+            for (owner, name, _), old in zip(self._replaced, before, strict=True):
+                vars(owner).pop(name, None)
+                if old is not None:
+                    vars(owner)[name] = old
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """Calls that follow each other, with ids of the symbolic tensors they need from before and give to what comes."""
+    """Calls that follow each other, with ids of the symbolic tensors they need from before and give to what comes.
 
-    calls: tuple[Call, ...]
+    Attributes:
+        calls: Each with the tensors that nobody needs after it.
+    """
+
+    calls: tuple[tuple[Call, tuple[int, ...]], ...]
     needs: tuple[int, ...]
     gives: tuple[int, ...]
     recomputed: bool
 
 
 def _parts(graph: Graph, spans: Sequence[range]) -> Iterator[_Part]:
-    used_at: dict[int, int] = {id(tensor): len(graph.calls) for tensor in graph.function.outputs}
+    used_at: dict[int, int] = {}
     for index, call in enumerate(graph.calls):
-        for key in call.inputs:
-            used_at[key] = max(index, used_at.get(key, 0))
+        used_at.update(dict.fromkeys(call.outputs, index))
+        used_at.update(dict.fromkeys(call.inputs, index))
+    used_at.update((id(tensor), len(graph.calls)) for tensor in graph.function.outputs)
+    over: dict[int, list[int]] = {}
+    for key, index in used_at.items():
+        over.setdefault(index, []).append(key)
     starts = {span.start: span for span in spans}
     index = 0
     while index < len(graph.calls):
@@ -99,8 +129,9 @@ def _parts(graph: Graph, spans: Sequence[range]) -> Iterator[_Part]:
         calls = graph.calls[span.start : span.stop]
         made = dict.fromkeys(key for call in calls for key in call.outputs)
         needs = dict.fromkeys(key for call in calls for key in call.inputs if key not in made)
-        gives = tuple(key for key in made if used_at.get(key, -1) >= span.stop)
-        yield _Part(calls, tuple(needs), gives, index in starts)
+        gives = tuple(key for key in made if used_at[key] >= span.stop)
+        each = tuple((call, tuple(over.get(at, ()))) for at, call in zip(span, calls, strict=True))
+        yield _Part(each, tuple(needs), gives, index in starts)
         index = span.stop
 
 
@@ -111,27 +142,32 @@ def _runner(engine: Recomputing, graph: Graph, spans: Sequence[range]) -> Callab
 
     def run_through_graph(inputs: Any, operation_fn: Any = lambda operation: operation, **options: Any) -> Any:
         flat = tree.flatten(inputs)
-        if options or _inside() or any(isinstance(leaf, keras.KerasTensor) for leaf in flat):
+        if options or any(isinstance(leaf, keras.KerasTensor) for leaf in flat):
             return plain(inputs, operation_fn, **options)
         values = {id(symbol): value for symbol, value in zip(function.inputs, flat, strict=True)}
+        del flat, inputs
+        inside = _inside()
         for part in parts:
-            if part.recomputed:
+            if part.recomputed and not inside:
                 _run_again_later(engine, part, values, operation_fn)
             else:
-                _run(part.calls, values, operation_fn)
+                _run(part, values, operation_fn)
         outputs = [values[id(symbol)] for symbol in function.outputs]
         return tree.pack_sequence_as(function._outputs_struct, outputs)
 
     return run_through_graph
 
 
-def _run(calls: Sequence[Call], values: dict[int, Any], operation_fn: Any) -> None:
-    for call in calls:
+def _run(part: _Part, values: dict[int, Any], operation_fn: Any) -> None:
+    for call, over in part.calls:
         # Keras leaves out what cannot be computed.
         if all(key in values for key in call.inputs):
             args, kwargs = call.node.arguments.fill_in(values)
             outputs = operation_fn(call.operation)(*args, **kwargs)
             values.update(zip(call.outputs, tree.flatten(outputs), strict=False))
+            del args, kwargs, outputs
+        for key in over:
+            values.pop(key, None)
 
 
 def _run_again_later(engine: Recomputing, part: _Part, values: dict[int, Any], operation_fn: Any) -> None:
@@ -139,11 +175,14 @@ def _run_again_later(engine: Recomputing, part: _Part, values: dict[int, Any], o
 
     def body(given: list[Any]) -> list[Any]:
         known = dict(zip(needs, given, strict=True))
-        _run(part.calls, known, operation_fn)
+        _run(part, known, operation_fn)
         return [known.get(key) for key in part.gives]
 
     given = [values[key] for key in needs]
-    results = _recomputed(engine, [call.operation for call in part.calls], body, given)
+    for _, over in part.calls:
+        for key in over:
+            values.pop(key, None)
+    results = _recomputed(engine, [call.operation for call, _ in part.calls], body, given)
     values.update({key: value for key, value in zip(part.gives, results, strict=True) if value is not None})
 
 

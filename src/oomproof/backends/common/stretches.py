@@ -37,7 +37,8 @@ def resolved(model: Any, stretches: Sequence[str]) -> tuple[list[tuple[Graph, li
         ValueError: See `recompute.recomputing`.
     """
     paths = dict(_paths(model))
-    places = {call.label: (graph, index) for graph in _graphs(model, paths) for index, call in enumerate(graph.calls)}
+    known = all_graphs(model, paths)
+    places = {call.label: (graph, index) for graph in known for index, call in enumerate(graph.calls)}
     spans: dict[int, tuple[Graph, list[range]]] = {}
     whole_layers: dict[int, Any] = {}
     for stretch in stretches:
@@ -77,10 +78,10 @@ def _paths(model: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from _paths(layer, f"{prefix}{layer.name}/")
 
 
-def _graphs(model: Any, paths: dict[str, Any]) -> Iterator[Graph]:
+def all_graphs(model: Any, paths: dict[str, Any] | None = None) -> Iterator[Graph]:
     """All graphs in a model, also those inside of code that is none."""
     yield from graphs(model)
-    for path, layer in paths.items():
+    for path, layer in (dict(_paths(model)) if paths is None else paths).items():
         if graph_of(layer) is not None:
             yield from graphs(layer, f"{path}/")
 

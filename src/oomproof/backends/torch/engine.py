@@ -13,9 +13,10 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.torch.core import convert_to_tensor, get_device
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from oomproof.backends.common.calls import graph_of
 from oomproof.backends.common.engine import Compute, Outcome, Piece
 from oomproof.backends.common.model import call, first_tensor, statistics_layers
-from oomproof.backends.common.recompute import recomputing
+from oomproof.backends.common.recompute import Rewiring
 from oomproof.backends.torch.outside import OutsideState
 from oomproof.backends.torch.writes import Gradients, PendingWrites
 
@@ -37,6 +38,7 @@ class TorchEngine:
         # Not on every device is there double precision.
         self.wide = "float32" if torch.device(get_device()).type == "mps" else "float64"
         self._adding: Gradients | None = None
+        self._rewirings: dict[tuple[tuple[str, ...], int], Rewiring] = {}
 
     def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
         outer = get_stateless_scope()
@@ -44,14 +46,22 @@ class TorchEngine:
         return PendingWrites(values | {id(variable): value for variable, value in state})
 
     def call(self, x: Any, training: bool) -> Any:
-        if training and self.recompute:
-            # torch.compile cannot follow what a stretch does to Keras's scopes.
-            with recomputing(self.model, self.recompute, self):
-                return call(self.model, x, training)
-        # What records the statistics of a piece is a new function each time, and each would be compiled.
-        if not self.compiled or (training and self._adding is not None and statistics_layers(self.model)):
+        stretches = self.recompute if training else ()
+        # torch.compile cannot follow what a stretch does to Keras's scopes. And what records the statistics of a piece
+        # is a new function each time, and each would be compiled.
+        recorded = training and self._adding is not None and bool(statistics_layers(self.model))
+        if self.compiled and not stretches and not recorded:
+            return _compiled_call()(self.model, x, training)
+        with self.rewired(stretches):
             return call(self.model, x, training)
-        return _compiled_call()(self.model, x, training)
+
+    def rewired(self, stretches: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, calls of the model recompute the stretches, and hold no tensor longer than they need it."""
+        # A Sequential model that is built again has another graph.
+        key = stretches, id(graph_of(self.model))
+        if key not in self._rewirings:
+            self._rewirings[key] = Rewiring(self.model, stretches, self, every_graph=True)
+        return self._rewirings[key].active()
 
     @staticmethod
     def flat(structure: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -1,6 +1,7 @@
 """LSTM and GRU as cuDNN runs them: one kernel for all time steps, which keeps what goes back through them in one piece.
 
-cuDNN does not say what that piece holds. It is modelled as what the mathematics need per time step and unit.
+cuDNN does not say what that piece holds, nor what it works in. Both are as benchmarks/estimate/kernels.py saw them on
+an H200, on 28 layers: the first to a tenth, the second to a half.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from typing import Any
 
 import torch
 
-# Values per time step and unit: gates, and for an LSTM the cell's state before and after its activation.
-_KEPT = {"lstm": 6, "gru": 4}
-# Likewise what the backward pass takes for as long as it runs, in single precision: seen on one LSTM, on an H200.
-_WORKSPACE = 5
+# Values per time step and unit.
+_KEPT = {"lstm": 5, "gru": 6}
+# What each pass takes for as long as it runs: in half precision values per time step and unit, otherwise per time step,
+# and in any case some bytes for each direction.
+_HALF_WORKSPACE = 6
+_WORKSPACE = 2700
+_WORKSPACE_BYTES = 8 * 2**20
 
 
 def recurrent(kind: str) -> Callable[..., Any]:
@@ -51,7 +55,10 @@ class _Recurrent(torch.autograd.Function):  # type: ignore[misc]
         reserve = inputs.new_empty(keep * directions * batch * steps * units)
         ctx.save_for_backward(inputs, *states, *weights, outputs, packed, reserve)
         ctx.count = count
-        ctx.workspace = _WORKSPACE * outputs.numel() if inputs.dtype == torch.float32 else 0
+        half = inputs.dtype != torch.float32
+        ctx.workspace = _HALF_WORKSPACE * outputs.numel() if half else _WORKSPACE * batch * steps
+        ctx.workspace += directions * _WORKSPACE_BYTES // inputs.element_size()
+        _workspace = inputs.new_empty(ctx.workspace)
         return (outputs, *lasts)
 
     @staticmethod

@@ -16,7 +16,6 @@ from keras.src.backend.torch.core import device_scope, to_torch_dtype
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomproof.backends.common.model import check_has_no_own_step, layers
-from oomproof.backends.common.recompute import recomputing
 from oomproof.backends.torch.as_on_gpu import on_gpu, unseeded
 from oomproof.backends.torch.engine import TorchEngine
 from oomproof.backends.torch.garbage import collecting_by_hand
@@ -54,8 +53,9 @@ def trace(model: Any, workload: Workload) -> Trace:
         for variable in snapshot.variables:
             if variable._value is not None:
                 recorder.add(variable._value, "weights")
-        again = recomputing(model, workload.recompute, TorchEngine(model))
-        tidy = without_cycles() if workload.guarded or workload.recompute else contextlib.nullcontext()
+        as_guarded = workload.guarded or bool(workload.recompute)
+        again = TorchEngine(model).rewired(workload.recompute) if as_guarded else contextlib.nullcontext()
+        tidy = without_cycles() if as_guarded else contextlib.nullcontext()
         with _place(workload.target, recorder), recorder, again, tidy:
             _run_twice(model, workload, data, recorder)
             ops, buffers = recorder.finish()
