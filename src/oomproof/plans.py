@@ -18,7 +18,7 @@ from oomproof.backends.common.calls import graphs
 from oomproof.backends.common.model import statistics_caveat, unpack
 from oomproof.backends.common.precision import computed_in
 from oomproof.errors import CannotFitError
-from oomproof.estimation.allocator import replay
+from oomproof.estimation.allocator import goes_through, replay
 from oomproof.estimation.bands import band_of
 from oomproof.estimation.chain import chain_of
 from oomproof.estimation.estimator import card_of, check_model, is_compiled, mode_of
@@ -57,6 +57,11 @@ _SAME_LOSS = 0.05
 _HARDLY = 1.03
 # By how much less than estimated a step may need at best.
 _HOPEFUL = 0.7
+# What torch takes from the card beside what a trace shows: library handles, and what only a first step makes.
+_BEYOND_TRACE = 1.04
+# How often a plan is looked at in that way, and by how much the margin is raised each time it does not go through.
+_LOOKS = 3
+_MORE_CAUTION = 1.07
 # Below this share of the limit, by a rough upper bound, nobody needs a plan.
 _PLENTY = 0.5
 
@@ -187,7 +192,7 @@ class Planner:
             caveats=statistics_caveat(self._model),
             micro_batch_size=self._micro,
         )
-        found = self._fastest(request, self._ways[1])
+        found = self._unbroken(self._fastest(request, self._ways[1]), request, workload)
         self._keys[found] = key
         if self._cache:
             plan_cache.remember(key, found)
@@ -200,6 +205,25 @@ class Planner:
                 return planning.make(request, ways)
         lean = [dataclasses.replace(way, commit=0) for way in ways]
         return dataclasses.replace(planning.make(request, lean), lean_commit=True)
+
+    def _unbroken(self, found: Plan, request: planning.Request, workload: Workload) -> Plan:
+        """On torch free memory lies in blocks between those in use. How much of it is of no use, a trace shows."""
+        same = found.micro_batch_size is None and not found.recompute
+        if self._backend.name != "torch" or not workload.target.gpu or same or found.precision is not None:
+            return found
+        assert self._ways is not None
+        for _ in range(_LOOKS):
+            size = found.micro_batch_size or request.batch_size
+            x, y = tree.map_structure(lambda spec: _first(spec, size), (workload.x, workload.y))  # noqa: B023
+            step = dataclasses.replace(workload, x=x, y=y, recompute=found.recompute)
+            if goes_through(self._backend.trace(self._model, step), int(request.limit / _BEYOND_TRACE)):
+                break
+            request = dataclasses.replace(request, margin=request.margin * _MORE_CAUTION)
+            try:
+                found = self._fastest(request, self._ways[1])
+            except CannotFitError:
+                break
+        return found
 
     def propose(self, data: Any, device: Device, limit: int, caution: float) -> Plan | None:
         """A plan for this very batch, or `None` where nothing can be said about it, or nothing fits by the estimate.
@@ -358,6 +382,10 @@ def _host_share(chain: Chain, workload: Workload) -> float:
 
 def _samples(workload: Workload) -> int:
     return int(next(leaf for leaf in tree.flatten(workload.x) if leaf is not None).shape[0])
+
+
+def _first(spec: Spec | None, samples: int) -> Spec | None:
+    return spec if spec is None else dataclasses.replace(spec, shape=(samples, *spec.shape[1:]))
 
 
 def _spec(leaf: Any) -> Spec | None:

@@ -18,14 +18,16 @@ def main():
     # Threads run the ops of a graph in different orders, and equal steps then peak differently.
     tf.config.threading.set_inter_op_parallelism_threads(1)
     keras.utils.set_random_seed(0)
-    stack = [keras.Input((64, 8))]
+    inputs = x = keras.Input((64, 8))
     for _ in range(4):
-        stack += [keras.layers.Dense(64, activation="relu"), keras.layers.LayerNormalization()]
-    model = keras.Sequential([*stack, keras.layers.Flatten(), keras.layers.Dense(10)])
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        x = keras.layers.LayerNormalization()(keras.layers.Dense(64, activation="relu")(x))
+    x = keras.layers.Flatten()(x)
+    # Several outputs: their structure is a list, which not every kind of dataset takes.
+    model = keras.Model(inputs, [keras.layers.Dense(10)(x), keras.layers.Dense(1)(x)])
+    model.compile("adam", [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"])
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(BATCH, 64, 8)).astype("float32"), rng.integers(0, 10, (BATCH, 1))
-    model.fit(x[:8], y[:8], verbose=0)
+    x, y = rng.normal(size=(BATCH, 64, 8)).astype("float32"), (rng.integers(0, 10, (BATCH, 1)), np.zeros((BATCH, 1)))
+    model.fit(x[:8], [part[:8] for part in y], verbose=0)
     variables = [*model.variables, *model.optimizer.variables]
     before = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
     found = oomproof.estimate(model, BATCH, engine="probe")

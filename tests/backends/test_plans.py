@@ -13,7 +13,7 @@ import pytest
 from here import BACKEND, only
 
 import oomproof
-from oomproof import backends, plan_cache
+from oomproof import backends, plan_cache, plans
 from oomproof.backends.fake import FakeMemory
 from oomproof.plans import Planner
 
@@ -366,3 +366,30 @@ def test_a_plan_that_is_exact_only_if_nothing_goes_wrong_is_not_taken(monkeypatc
         low, high = (low, middle) if exact(middle, 1.0) else (middle, high)
     assert exact(high, 1.0)
     assert not exact(high, usual)
+
+
+@only("torch", because="an allocator whose free memory lies in pieces")
+def test_a_plan_that_its_trace_does_not_go_through_with_is_made_with_more_caution(monkeypatch):
+    budget = int(peak() * 0.4)
+    answers = iter([False, False, True])
+    limits = []
+
+    def goes_through(trace, limit):
+        limits.append(limit)
+        return next(answers)
+
+    monkeypatch.setattr(plans, "goes_through", lambda trace, limit: True)
+    bold = oomproof.plan(a_model(), 1024, budget=budget, cache=False)
+    monkeypatch.setattr(plans, "goes_through", goes_through)
+    careful = oomproof.plan(a_model(), 1024, budget=budget, cache=False)
+    assert len(limits) == 3
+    assert 0.9 * budget < limits[0] < budget
+    assert careful.predicted < 0.95 * bold.predicted
+
+
+@only("torch", because="an allocator whose free memory lies in pieces")
+def test_a_plan_is_looked_at_a_few_times_and_no_more(monkeypatch):
+    looks = []
+    monkeypatch.setattr(plans, "goes_through", lambda trace, limit: bool(looks.append(limit)))
+    assert oomproof.plan(a_model(), 1024, budget=int(peak() * 0.6), cache=False).predicted
+    assert len(looks) == 3

@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import weakref
 
 import keras
 import numpy as np
@@ -194,3 +195,57 @@ def test_models_trained_side_by_side_put_kerass_walks_back():
     assert torchtree_impl.traverse is not own
     second.__exit__(None, None, None)
     assert torchtree_impl.traverse is own
+
+
+def engine(model):
+    from oomproof.backends.torch.engine import TorchEngine
+
+    return TorchEngine(model)
+
+
+def alive_when_called(call):
+    """Of the layers of a chain, how many results of those before are there when each is called."""
+    results, counts = [], []
+
+    class Spy(keras.layers.Layer):
+        def call(self, inputs):
+            counts.append(sum(result() is not None for result in results))
+            outputs = inputs + 1
+            results.append(weakref.ref(outputs))
+            return outputs
+
+    inputs = x = keras.Input((4,))
+    for _ in range(6):
+        x = Spy()(x)
+    inner = keras.Sequential([keras.Input((4,)), Spy(), Spy(), Spy()])
+    model = keras.Model(inputs, inner(x))
+    results.clear()
+    counts.clear()
+    import torch
+
+    with torch.no_grad():
+        outputs = call(model, torch.zeros(2, 4))
+    np.testing.assert_array_equal(outputs.numpy(), np.full((2, 4), 9.0))
+    return counts
+
+
+def test_a_graph_lets_go_of_each_tensor_after_its_last_use():
+    """Keras holds all of them until the call is over. What an inner model is given stays with whoever calls it."""
+    assert alive_when_called(lambda model, x: model(x)) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert alive_when_called(lambda model, x: engine(model).call(x, training=False)) == [0, 1, 1, 1, 1, 1, 1, 2, 2]
+
+
+def test_a_model_is_as_it_was_after_a_call():
+    model = recompute_models.residual()
+    before = dict(vars(model))
+    engine(model).call(keras.ops.zeros((2, *model.input_shape[1:])), training=False)
+    assert "_run_through_graph" not in vars(model)
+    assert vars(model).keys() == before.keys()
+
+
+def test_a_sequential_model_that_is_built_again_is_run_by_its_new_graph():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    runner = engine(model)
+    runner.call(keras.ops.zeros((2, 4)), training=False)
+    model.add(keras.layers.Dense(5))
+    assert runner.call(keras.ops.zeros((2, 4)), training=False).shape == (2, 5)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomproof.estimation.allocator import RULES, Heap, places, replay
+from oomproof.estimation.allocator import RULES, Heap, goes_through, places, replay
 from oomproof.tracing import Buffer, Op, Trace
 
 MIB = 2**20
@@ -147,3 +147,30 @@ def test_what_xla_packs_never_overlaps(spans):
     for (a, at), (b, there) in itertools.combinations(lying, 2):
         if a.start <= b.end and b.start <= a.end:
             assert at + a.size <= there or there + b.size <= at
+
+
+# Whether a step goes through within a limit
+
+
+def test_torch_gives_segments_back_that_nobody_uses_before_it_runs_out():
+    # 30 MiB, then 40: the first segment is too small for the second request, and in its way.
+    step = traced("caching", 2, (30 * MIB, 0, 0), (40 * MIB, 1, 1))
+    assert replay(step).reserved == 70 * MIB
+    assert goes_through(step, 40 * MIB)
+    assert not goes_through(step, 39 * MIB)
+
+
+def test_torch_cannot_use_what_is_free_beside_what_is_used():
+    # 20 MiB stay of the segment of 60 that they were cut from, so of 100 MiB there are 40 left, and 40 in two parts.
+    step = traced("caching", 3, (60 * MIB, 0, 0), (20 * MIB, 1, 2), (60 * MIB, 2, 2))
+    assert replay(step).peak == 80 * MIB
+    assert not goes_through(step, 100 * MIB)
+    assert goes_through(step, 120 * MIB)
+
+
+@given(st.lists(st.tuples(st.integers(1, 50 * MIB), st.integers(0, 5), st.integers(0, 5)), max_size=8))
+def test_what_goes_through_without_a_limit_goes_through_with_all_that_it_took(spans):
+    step = traced("caching", 6, *[(size, min(a, b), max(a, b)) for size, a, b in spans])
+    took = replay(step)
+    assert goes_through(step, took.reserved)
+    assert not spans or not goes_through(step, took.peak - 1)

@@ -43,6 +43,15 @@ def replay(trace: Trace) -> Replay:
     return _planned(trace) if trace.allocator == "xla" else _one_by_one(trace, Heap(RULES[trace.allocator]))
 
 
+def goes_through(trace: Trace, limit: int) -> bool:
+    """Whether torch's allocator, with so many bytes, has room for each allocation of a step when it comes."""
+    try:
+        _one_by_one(trace, Heap(RULES["caching"], limit))
+    except _FullError:
+        return False
+    return True
+
+
 def _up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
@@ -93,15 +102,24 @@ class _Block:
         self.after: _Block | None = None
 
 
+class _FullError(Exception):
+    """There is no room for another segment."""
+
+
 class Heap:
     """Serves requests one after the other: the smallest free block that fits, split or whole, else a new segment.
+
+    Args:
+        rules: How.
+        limit: Bytes there are. Segments that nobody uses are given back before it is said that there are no more.
 
     Attributes:
         in_use: Bytes of the blocks that are handed out.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, limit: int | None = None) -> None:
         self.rules = rules
+        self._limit = limit
         self.in_use = 0
         # Of each segment, what was taken from the device; of the endless one, how far it was ever used.
         self._taken: dict[int, int] = {}
@@ -121,6 +139,7 @@ class Heap:
         place = bisect.bisect_left(free, (size,))
         if place == len(free):
             self._new_segment(self.rules.segment(size), pool)
+            free = self._free[pool]
             place = bisect.bisect_left(free, (size,))
         block = free.pop(place)[2]
         block.free = False
@@ -141,9 +160,20 @@ class Heap:
         self._keep(block)
 
     def _new_segment(self, size: int, pool: int) -> None:
+        if self._limit is not None and self.reserved + size > self._limit:
+            self._give_back()
+            if self.reserved + size > self._limit:
+                raise _FullError
         self._count += 1
         self._taken[self._count] = 0 if size == ENDLESS else size
         self._keep(_Block(self._count, self._count, pool, 0, size))
+
+    def _give_back(self) -> None:
+        for pool, free in self._free.items():
+            unused = [entry for entry in free if entry[2].before is None and entry[2].after is None]
+            for _, _, block in unused:
+                del self._taken[block.segment]
+            self._free[pool] = [entry for entry in free if entry not in unused]
 
     def _split(self, block: _Block, size: int) -> None:
         self._count += 1

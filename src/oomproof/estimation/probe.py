@@ -99,7 +99,8 @@ def _peak(question: Question, size: int) -> int | None:
     """
     model, memory, phase = question.model, question.backend.memory(), question.workload.phase
     x, y = (_data(part, size) for part in (question.workload.x, question.workload.y))
-    batches = _Repeated((x,) if phase == "predict" else (x, y))
+    # TensorFlow's datasets take lists for tensors.
+    batches = _Repeated(tree.lists_to_tuples((x,) if phase == "predict" else (x, y)))
     loop = {"train": model.fit, "test": model.evaluate, "predict": model.predict}[phase]
     # Keras leaves cycles behind that hold tensors; those of another size have no place in this one's peak.
     gc.collect()
