@@ -10,12 +10,16 @@ from keras import layers
 
 
 class Case(NamedTuple):
-    """A model with the batch it is asked for: `data` has (shape, dtype, exclusive upper bound) for each input."""
+    """A model with the batch it is asked for: `data` has (shape, dtype, exclusive upper bound) for each input.
+
+    `targets` has the same for each output; left out, there is one: a class for each sample.
+    """
 
     model: Any
     batch: int
     data: list[tuple[tuple[int, ...], str, int]]
     classes: int
+    targets: tuple[tuple[tuple[int, ...], str, int], ...] = ()
 
 
 def _compiled(inputs: Any, outputs: Any, name: str) -> Any:

@@ -2,17 +2,22 @@
 
     python benchmarks/plans.py                                              # TensorFlow's real allocator on the CPU
     KERAS_BACKEND=torch python benchmarks/plans.py --device gpu             # the same on a GPU, with larger models
+    python benchmarks/plans.py --cells mlp:0.5,lstm:0.25 --out some.jsonl   # some of it, at the peaks that are known
 
 For each model and budget a child process trains a few steps from cold under a limit that is real; how often memory ran
 out is counted where the framework raises it, failed probes included. A second child trains without a limit and the
-weights are compared. Plans are made anew each time, none is taken from the cache.
+weights are compared. Plans are made anew each time, none is taken from the cache. Where a budget leaves no room beside
+weights, slots and gradients, the planner says before the first step that more is needed than there is; `fit` tries all
+the same and gives up. Such runs are refused: counted apart, and no success.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import json
+import logging
 import os
 import pathlib
 import subprocess
@@ -31,6 +36,7 @@ def main() -> None:
     options.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     options.add_argument("--models", help="some of the zoo, with commas between them")
     options.add_argument("--shares", default=",".join(map(str, SHARES)))
+    options.add_argument("--cells", help="model:share,…: only these, by the peaks of the last result; none is written")
     options.add_argument("--jobs", type=int, default=2)
     options.add_argument("--out", type=pathlib.Path, help="also append each answer to this file as it comes")
     options.add_argument("--read", type=pathlib.Path, help="run nothing, sum up what was written with --out")
@@ -38,12 +44,13 @@ def main() -> None:
     options.add_argument("--resume", type=pathlib.Path, help="written with --out: what is in it is not run again")
     options.add_argument("--jit", choices=("auto", "on", "off"), default="auto")
     chosen = options.parse_args()
-    from _plan_zoo import ZOO
-
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
-    names = chosen.models.split(",") if chosen.models else list(ZOO)
+    names = chosen.models.split(",") if chosen.models else list(_zoo(chosen.device))
     shares = [float(share) for share in chosen.shares.split(",")]
 
+    if chosen.cells:
+        _some_cells(chosen, backend)
+        return
     if chosen.read:
         told = [json.loads(line) for line in chosen.read.read_text().splitlines()]
         plain = {row["model"]: row for row in told if row["limit"] is None}
@@ -55,7 +62,7 @@ def main() -> None:
     # A process that ended without an answer says nothing about the plan; what it said instead is in its cell.
     answered = [run for run in runs if "error" not in run]
     finished = [run for run in answered if run.get("finished")]
-    possible = [run for run in answered if not run.get("cannot_fit")]
+    possible = [run for run in answered if not run.get("cannot_fit") and not is_refused(run)]
     from _common import write_result
 
     more = {"measured_on": json.loads(chosen.machine.read_text())["environment"]} if chosen.machine else {}
@@ -67,6 +74,7 @@ def main() -> None:
             "without_an_answer": len(runs) - len(answered),
             "finished": len(finished),
             "said_before_the_first_step_that_it_cannot_fit": len(answered) - len(possible),
+            "refused": sorted(f"{run['model']} at {run['share']}" for run in answered if run not in possible),
             "share_without_a_failure": _share(possible, lambda run: run.get("finished") and run["failures"] == 0),
             "share_with_at_most_one_failure": _share(possible, lambda run: run.get("finished") and run["failures"] < 2),
             "median_peak_over_limit": _median([run["peak"] / run["limit"] for run in finished if run["peak"]]),
@@ -80,20 +88,46 @@ def main() -> None:
     )
 
 
+def _zoo(device: str) -> dict[str, Any]:
+    """What makes each model. A CPU has models of its own: small ones that have as much to plan."""
+    if device == "cpu":
+        from _plan_zoo_small import ZOO as SMALL
+
+        return dict(SMALL)
+    from _plan_zoo import ZOO
+
+    return {name: functools.partial(make, True) for name, make in ZOO.items()}
+
+
+def is_refused(run: dict[str, Any]) -> bool:
+    """Whether it was said beforehand that it would not fit, and it did not."""
+    return bool(run.get("cannot_fit") or (run.get("said_that_it_will_not_fit") and not run.get("finished")))
+
+
+def _some_cells(chosen: Any, backend: str) -> None:
+    path = pathlib.Path(__file__).parent / "results" / f"plans-{chosen.device}-{backend}.json"
+    plain = json.loads(path.read_text())["plain"]
+    cells = [(name, float(share)) for name, _, share in (cell.partition(":") for cell in chosen.cells.split(","))]
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(chosen.jobs) as pool:
+        ask = functools.partial(_asked, chosen, backend, folder)
+        list(pool.map(lambda cell: ask(cell[0], int(plain[cell[0]]["peak"] * cell[1])), cells))
+
+
+def _asked(chosen: Any, backend: str, folder: str, name: str, limit: int | None) -> dict[str, Any]:
+    answer = _child(chosen, backend, folder, name, limit)
+    if chosen.out:
+        with chosen.out.open("a") as file:
+            file.write(json.dumps(answer) + "\n")
+    print(answer, file=sys.stderr, flush=True)
+    return answer
+
+
 def _measured(
     chosen: Any, backend: str, names: list[str], shares: list[float]
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """(plain runs by model, runs in less memory)."""
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(chosen.jobs) as pool:
-
-        def ask(name: str, limit: int | None) -> dict[str, Any]:
-            answer = _child(chosen, backend, folder, name, limit)
-            if chosen.out:
-                with chosen.out.open("a") as file:
-                    file.write(json.dumps(answer) + "\n")
-            print(answer, file=sys.stderr, flush=True)
-            return answer
-
+        ask = functools.partial(_asked, chosen, backend, folder)
         told = [json.loads(line) for line in chosen.resume.read_text().splitlines()] if chosen.resume else []
         known = {(row["model"], row["limit"]): row for row in told if row.get("peak")}
 
@@ -162,14 +196,14 @@ def _train(name: str, limit: int, device: str, jit: str, folder: str) -> dict[st
     import numpy as np
 
     import oomproof
-    from _plan_zoo import ZOO
     from oomproof import backends
+    from oomproof.plans import Planner
 
     backend = keras.backend.backend()
     if device == "gpu" and limit:
         _cap(backend, limit)
     keras.utils.set_random_seed(1)
-    case = ZOO[name](device == "gpu")
+    case = _zoo(device)[name]()
     if jit != "auto":
         case.model.compile(case.model.optimizer, case.model.loss, jit_compile=jit == "on")
 
@@ -179,13 +213,17 @@ def _train(name: str, limit: int, device: str, jit: str, folder: str) -> dict[st
 
         def __getitem__(self, index: int) -> Any:
             rng = np.random.default_rng(index)
-            x = [
-                rng.integers(1, most, (case.batch, *shape)).astype(dtype)
-                if most
-                else rng.normal(size=(case.batch, *shape)).astype(dtype)
-                for shape, dtype, most in case.data
-            ]
-            return (x[0] if len(x) == 1 else tuple(x)), rng.integers(0, case.classes, (case.batch, 1))
+
+            def drawn(like: Any, least: int) -> Any:
+                made = [
+                    rng.integers(least, most, (case.batch, *shape)).astype(dtype)
+                    if most
+                    else rng.normal(size=(case.batch, *shape)).astype(dtype)
+                    for shape, dtype, most in like
+                ]
+                return made[0] if len(made) == 1 else tuple(made)
+
+            return drawn(case.data, 1), drawn(case.targets or [((1,), "int64", case.classes)], 0)
 
     path = pathlib.Path(folder) / f"{name}.npz"
     memory = backends.current().memory()
@@ -217,17 +255,40 @@ def _train(name: str, limit: int, device: str, jit: str, folder: str) -> dict[st
         return found
 
     setattr(kind, "shortage", counting)  # noqa: B010
+    # What the planner says before the first step: nothing fits, or nothing fits unless its estimate is too high.
+    hopeless, propose = False, Planner.propose
+
+    def heeding(self: Any, *args: Any) -> Any:
+        nonlocal hopeless
+        found = propose(self, *args)
+        hopeless |= found is not None and (found.predicted or 0) > (found.limit or 0)
+        return found
+
+    def heed(record: logging.LogRecord) -> bool:
+        nonlocal hopeless
+        hopeless |= "will not fit" in record.getMessage()
+        return True
+
+    setattr(Planner, "propose", heeding)  # noqa: B010
+    logging.getLogger("oomproof").addFilter(heed)
     try:
         run = oomproof.fit(case.model, Batches(), epochs=1, shuffle=False, verbose=0).run
     except oomproof.CannotFitError as error:
         return {"cannot_fit": str(error), "failures": failures}
     except oomproof.RecoveryFailedError as error:
         events = [event.message for event in error.run.events] if error.run is not None else []
-        return {"gave_up": str(error), "failures": failures, "events": events}
+        return {
+            "gave_up": str(error),
+            "failures": failures,
+            "events": events,
+            "said_that_it_will_not_fit": hopeless,
+        }
     plain = np.load(path).values() if path.exists() else []
     pairs = zip(plain, case.model.get_weights(), strict=path.exists())
     return {
         "finished": True,
+        "updates": int(case.model.optimizer.iterations),
+        "said_that_it_will_not_fit": hopeless,
         "failures": failures,
         "refused_before_they_ran": refused,
         "ooms": run.ooms,

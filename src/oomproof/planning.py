@@ -192,13 +192,18 @@ class _Piece:
         if not Fraction(1, _FAR_OFF) <= factor <= _FAR_OFF:
             base, factor = 0, Fraction(max(1, chain.peak), max(1, sum_of_parts))
         batch = remat.share(chain.inputs, batch_size, chain.batch_size)
-        least = chain.resident + gradients + way.commit + (batch if way.batch_on_device else 0) if way.commit else 0
+        rows = remat.share(chain.rows, batch_size, chain.batch_size)  # The update needs those of all pieces.
+        there = chain.resident + gradients + rows + (batch if way.batch_on_device else 0)
+        least = there + way.commit if way.commit else 0
         if micro >= batch_size:
-            return dataclasses.replace(cls._made(chain, batch_size), base=base, factor=factor, least=least)
+            piece = cls._made(chain, batch_size)
+            return dataclasses.replace(piece, updating=piece.updating + rows, base=base, factor=factor, least=least)
         piece = cls._made(chain, micro, in_sum=not way.adds_up)
-        extra = gradients if way.adds_up else 0
+        extra = (gradients if way.adds_up else 0) + rows
         extra += batch if way.batch_on_device else 0
-        return dataclasses.replace(piece, extra=extra, base=base, factor=factor, least=least)
+        return dataclasses.replace(
+            piece, updating=piece.updating + rows, extra=extra, base=base, factor=factor, least=least
+        )
 
     @classmethod
     def _made(cls, chain: Chain, samples: int, in_sum: bool = False) -> _Piece:
@@ -207,7 +212,7 @@ class _Piece:
         inputs, outside = (remat.share(size, samples, chain.batch_size) for size in (chain.inputs, chain.outside))
         return cls(
             stretches=remat.scaled(chain.stretches, samples, chain.batch_size, with_gradients=not in_sum),
-            beside=chain.resident + inputs + outside + (gradients if in_sum else 0),
+            beside=chain.resident + inputs + outside + chain.scratch + (gradients if in_sum else 0),
             updating=chain.resident + gradients + chain.update + inputs,
         )
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import keras
 from keras import tree
 from keras.src import backend as keras_backend
 
@@ -397,6 +398,9 @@ def _spec(leaf: Any) -> Spec | None:
 def _bytes_of_outputs(model: Any, samples: int) -> int | None:
     """Bytes of everything the layers of a functional model make of a batch, or `None` where that is not known."""
     total, found = 0, False
+    # A loop over time keeps what each of its rounds makes, and may return no more than the last.
+    if any(isinstance(layer, keras.layers.RNN) for layer in model._flatten_layers()):
+        return None
     for graph in graphs(model):
         for call in graph.calls:
             for tensor in call.node.outputs:

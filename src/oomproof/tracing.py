@@ -13,8 +13,9 @@ from oomproof.records import Phase
 
 Category = Literal["weights", "gradients", "optimizer", "activations", "input", "temporary"]
 Stage = Literal["forward", "backward", "update"]
-# How memory is handed out: TensorFlow's and JAX's allocator op by op, one program planned by XLA, torch's allocator.
-Allocator = Literal["bfc", "xla", "caching"]
+# How memory is handed out: TensorFlow's and JAX's allocator op by op, the same in regions that are made as they are
+# needed (TensorFlow's on a CPU), one program planned by XLA, torch's allocator.
+Allocator = Literal["bfc", "bfc-growing", "xla", "caching"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class Buffer:
         category: What it is for. What the forward pass makes and the backward pass needs is `"activations"`;
             a gradient with respect to a weight is one of the `"gradients"`; the rest is `"temporary"`.
         layer: The layer whose op made it, or whose weight or weight's gradient or slot it is; empty for none.
+        fixed: Whether a kernel takes as much for a part of the batch.
     """
 
     size: int
@@ -94,6 +96,7 @@ class Buffer:
     end: int
     category: Category
     layer: str
+    fixed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +192,9 @@ class Chain:
         peak: Bytes at the peak of the plain step, as estimated. The rest explains it; this is what counts.
         seconds: About how long the forward pass takes on a usual card.
         calls: How many layers are called in it, those inside of others included.
+        scratch: Most bytes that kernels take to work in whatever the size of a piece; no part of `stretches`.
+        rows: Bytes of gradients that are rows of tables, for `batch_size` samples. They are as many as the batch has
+            words, and those of pieces are listed and not added up.
     """
 
     batch_size: int
@@ -200,3 +206,5 @@ class Chain:
     peak: int
     seconds: float = 0.0
     calls: int = 0
+    scratch: int = 0
+    rows: int = 0

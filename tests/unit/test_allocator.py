@@ -50,6 +50,18 @@ def test_bfc_splits_off_a_rest_of_128_mib():
     assert heap.in_use == 373 * MIB
 
 
+def test_on_a_cpu_what_is_left_of_a_region_is_handed_out_whole():
+    heap = Heap(RULES["bfc-growing"])
+    heap.take(MIB)
+    assert heap.in_use == MIB  # Half of the first region, of 2 MiB.
+    heap.take(3 * MIB)
+    assert heap.in_use == 5 * MIB  # A region of 4 MiB.
+    heap.take(20 * MIB)
+    assert heap.in_use == 37 * MIB  # One of 32 MiB, the next that is large enough.
+    heap.take(20 * MIB)
+    assert (heap.in_use, heap.reserved) == (69 * MIB, 70 * MIB)
+
+
 def test_neighbours_that_are_free_become_one():
     heap = Heap(RULES["bfc"])
     blocks = [heap.take(10 * MIB) for _ in range(3)]
@@ -86,7 +98,7 @@ def test_torch_gives_no_block_of_one_pool_to_the_other():
     assert heap.reserved == 32 * MIB
 
 
-@pytest.mark.parametrize("allocator", ["bfc", "xla", "caching"])
+@pytest.mark.parametrize("allocator", ["bfc", "bfc-growing", "xla", "caching"])
 def test_the_moment_of_the_peak(allocator):
     trace = traced(allocator, 3, (4 * MIB, -1, 3), (8 * MIB, 0, 1), (16 * MIB, 1, 2))
     found = replay(trace)

@@ -97,6 +97,20 @@ def test_a_piece_takes_its_share_beside_what_does_not_shrink():
     assert planning.predict(way, 256, 1024) == quarter + gradients - 16 * MIB
 
 
+def test_what_kernels_work_in_does_not_shrink_with_the_piece():
+    chain = dataclasses.replace(CHAIN, scratch=2 * GIB, peak=CHAIN.peak + 2 * GIB)
+    way = dataclasses.replace(OWN, chain=chain)
+    more = [planning.predict(way, size, 1024) - planning.predict(OWN, size, 1024) for size in (1024, 256, 1)]
+    assert all(1.5 * GIB < each < 2.5 * GIB for each in more)
+
+
+def test_rows_of_tables_are_kept_for_the_whole_batch_however_small_its_pieces():
+    way = dataclasses.replace(OWN, chain=dataclasses.replace(CHAIN, rows=GIB))
+    for size in (256, 1):
+        assert planning.predict(way, size, 1024) >= planning.predict(OWN, size, 1024) + GIB
+    assert planning.predict(way, 1, 512) < planning.predict(way, 1, 1024)
+
+
 def test_the_update_bounds_what_pieces_can_save():
     way = dataclasses.replace(OWN, chain=dataclasses.replace(CHAIN, update=6 * GIB), adds_up=False)
     way = dataclasses.replace(way, batch_on_device=False)

@@ -65,22 +65,28 @@ class Rules:
         segment: How much it takes from the device for a request that fits nowhere.
         pool: Blocks are given only to requests of their segment's pool.
         splits: Whether of a block of the first size, asked for the second, the rest is kept apart.
+        grows: Whether the first segment is as large as `segment` says, and each after it twice as large as the last,
+            or as often twice as a request needs.
     """
 
     unit: int
     segment: Callable[[int], int]
     pool: Callable[[int], int]
     splits: Callable[[int, int], bool]
+    grows: bool = False
 
 
+# One region from the start, that nothing is too large for. A block that is not split counts as used whole.
+_BFC = Rules(
+    unit=256,
+    segment=lambda size: ENDLESS,
+    pool=lambda size: 0,
+    splits=lambda block, size: block >= 2 * size or block - size >= 128 * _MIB,
+)
 RULES = {
-    # One region from the start, that nothing is too large for. A block that is not split counts as used whole.
-    "bfc": Rules(
-        unit=256,
-        segment=lambda size: ENDLESS,
-        pool=lambda size: 0,
-        splits=lambda block, size: block >= 2 * size or block - size >= 128 * _MIB,
-    ),
+    "bfc": _BFC,
+    # TensorFlow's for CPUs: what is left at the end of each region is handed out whole.
+    "bfc-growing": dataclasses.replace(_BFC, segment=lambda size: 2 * _MIB, grows=True),
     "caching": Rules(
         unit=512,
         segment=lambda size: 2 * _MIB if size <= _MIB else 20 * _MIB if size < 10 * _MIB else _up(size, 2 * _MIB),
@@ -126,6 +132,7 @@ class Heap:
         # The free blocks of each pool, by size and age.
         self._free: dict[int, list[tuple[int, int, _Block]]] = {}
         self._count = 0
+        self._next = 0
 
     @property
     def reserved(self) -> int:
@@ -138,7 +145,7 @@ class Heap:
         free = self._free.setdefault(pool, [])
         place = bisect.bisect_left(free, (size,))
         if place == len(free):
-            self._new_segment(self.rules.segment(size), pool)
+            self._new_segment(self._segment(size), pool)
             free = self._free[pool]
             place = bisect.bisect_left(free, (size,))
         block = free.pop(place)[2]
@@ -158,6 +165,16 @@ class Heap:
             self._free_list_without(block)
             self._merge(block, block.after)
         self._keep(block)
+
+    def _segment(self, size: int) -> int:
+        if not self.rules.grows:
+            return self.rules.segment(size)
+        planned = self._next or self.rules.segment(size)
+        found = planned
+        while found < size:
+            found *= 2
+        self._next = found if found > planned else 2 * found
+        return found
 
     def _new_segment(self, size: int, pool: int) -> None:
         if self._limit is not None and self.reserved + size > self._limit:

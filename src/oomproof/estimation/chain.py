@@ -40,7 +40,9 @@ def chain_of(model: Any, workload: Workload, trace: Trace, peak: int, backend: B
     batch_size = next(leaf.shape[0] for leaf in tree.flatten(workload.x) if leaf is not None)
     calls = Calls(model, workload, batch_size)
     groups = calls.groups()
-    account = _Account(trace, [[calls.path(index) for index in group] for group in groups])
+    # On TensorFlow `guard` updates when all gradients are there. Keras's own graph, which is traced, begins before.
+    after_all = workload.guarded and not workload.jit and backend.name == "tensorflow"
+    account = _Account(trace, [[calls.path(index) for index in group] for group in groups], after_all)
     costs = [sum(calls.cost(index) for index in group) for group in groups]
     gradients = calls.gradients(groups)
     crossing = calls.crossing(groups)
@@ -63,9 +65,11 @@ def chain_of(model: Any, workload: Workload, trace: Trace, peak: int, backend: B
         inputs=account.inputs,
         outside=account.outside,
         update=account.update,
-        peak=peak,
+        peak=peak + account.at_once,
         seconds=sum(costs),
         calls=sum(calls.layers(index) for group in groups for index in group),
+        scratch=account.scratch,
+        rows=calls.rows() if backend.name == "tensorflow" else 0,
     )
 
 
@@ -220,6 +224,11 @@ class Calls:
                         found[number] += tensor_bytes(tuple(weight.shape), weight.dtype)
         return found
 
+    def rows(self) -> int:
+        """Bytes of the gradients of embeddings where these are the rows that were looked up, not whole tables."""
+        looked_up = [made for made in self._made if isinstance(made.call.operation, keras.layers.Embedding)]
+        return sum(self._size(t) for made in looked_up if made.call.operation.trainable for t in made.outputs)
+
 
 def _specs(made: Sequence[_Made], function: Any, key: Any, workload: Workload, batch_size: int) -> dict[int, Spec]:
     """Shape and dtype of every tensor of the graph, in this step."""
@@ -269,9 +278,10 @@ class _Account:
     Args:
         trace: The step.
         paths: Of each stretch, the paths of the layers it calls.
+        after_all: Whether the update begins when the backward pass is over, whatever the trace says.
     """
 
-    def __init__(self, trace: Trace, paths: Sequence[Sequence[str]]) -> None:
+    def __init__(self, trace: Trace, paths: Sequence[Sequence[str]], after_all: bool) -> None:
         self._count = max(1, len(trace.ops))
         self._callers: dict[str, list[int]] = {}
         for number, stretch in enumerate(paths):
@@ -281,11 +291,21 @@ class _Account:
         moving = [b for b in trace.buffers if b.start >= 0]
         activations = [b for b in trace.buffers if b.category == "activations"]
         inputs = self._timeline([b for b in trace.buffers if b.category == "input"])
-        temporary = self._timeline([b for b in moving if b.category not in ("activations", "gradients", "input")])
+        between = [b for b in moving if b.category not in ("activations", "gradients", "input")]
+        temporary = self._timeline([b for b in between if not b.fixed])
+        # The two gradients of a convolution wait for the same, so that on a CPU they run at once. Traces have them one
+        # after the other.
+        fixed = sorted((b.size for b in between if b.fixed), reverse=True)
+        self.scratch, self.at_once = sum(fixed[:2]), sum(fixed[1:2])
         lasting = [b for b in trace.buffers if b.start < 0]
         self.resident = sum(b.size for b in lasting if b.category not in ("activations", "gradients", "input"))
         self.inputs = int(inputs.max())
-        self.update = self._update(trace.ops, temporary + inputs + self._timeline(activations))
+        updating = [b for b in between if trace.ops[b.start].stage == "update"]
+        self.update = (
+            int(self._timeline(updating).max())
+            if after_all
+            else self._update(trace.ops, temporary + inputs + self._timeline(activations))
+        )
         self.kept, self.outside = self._kept(trace.ops, activations, len(paths))
         self._work: dict[int, int] = {}
         for index, op in enumerate(trace.ops):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 from oomproof.backends.tensorflow.lowered import lowered
@@ -25,12 +28,26 @@ def trace(model: Any, workload: Workload) -> Trace:
     """
     if workload.jit:
         return _compiled(model, workload)
-    graph = step_graph(model, workload)
+    with _no_garbage_collection():
+        graph = step_graph(model, workload)
     execution = Executor(graph, workload.target.gpu).run()
     owners = Owners(graph, bool(workload.recompute))
     ops = tuple(Op(node.name, owners.stage(node), owners.layer(node)) for node in execution.ran)
     buffers = tuple(_buffer(block, owners, len(ops)) for block in execution.blocks)
-    return Trace("bfc", ops, buffers, tuple(execution.notes))
+    return Trace("bfc" if workload.target.gpu else "bfc-growing", ops, buffers, tuple(execution.notes))
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tracing makes hundreds of thousands of objects that stay, and the collector would go through them again and
+    again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _compiled(model: Any, workload: Workload) -> Trace:
@@ -48,7 +65,7 @@ def _buffer(block: Block, owners: Owners, ops: int) -> Buffer:
     if block.variable is not None:
         return Buffer(block.size, block.start, end, block.variable.category, block.variable.layer)
     layer = owners.layer(block.node) if block.node is not None else ""
-    return Buffer(block.size, block.start, end, _category(block, owners), layer)
+    return Buffer(block.size, block.start, end, _category(block, owners), layer, block.fixed)
 
 
 def _category(block: Block, owners: Owners) -> Category:

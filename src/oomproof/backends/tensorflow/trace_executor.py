@@ -282,7 +282,8 @@ class Executor:
                 if isinstance(value.held, Block):
                     value.held.node = node
             for size in scratch:
-                self._block(size, node, len(self._ran)).end = len(self._ran)
+                block = self._block(size, node, len(self._ran))
+                block.end, block.fixed = len(self._ran), kernel.fixed
             self._ran.append(node)
         made[0].number = number
         return made

@@ -50,6 +50,7 @@ class Kernel:
         scratch: Bytes needed while it runs, one number for each allocation.
         overwrites: An input it writes over while it runs; where others need that, it writes to a copy.
         host: Its results are in the memory of the host.
+        fixed: Whether `scratch` is as large for a part of the batch.
     """
 
     same: bool = False
@@ -57,6 +58,7 @@ class Kernel:
     scratch: tuple[int, ...] = ()
     overwrites: int | None = None
     host: bool = False
+    fixed: bool = False
 
 
 def kernel_of(node: Node, inputs: Sequence[TensorType], outputs: Sequence[TensorType], gpu: bool) -> Kernel:
@@ -73,6 +75,8 @@ def kernel_of(node: Node, inputs: Sequence[TensorType], outputs: Sequence[Tensor
     if node.op == "MaxPoolGrad" and not gpu:
         # The forward pass once more, and where in each window the largest value was (int64).
         return Kernel(scratch=(math.prod(inputs[1].shape or ()) * 8,), overwrites=1)
+    if node.op in _CONVOLUTION_GRADIENTS and not gpu:
+        return Kernel(scratch=_columns_scratch(node, inputs, outputs), fixed=True)
     return Kernel(scratch=tuple(n for n in _scratch(node, inputs, outputs, gpu) if n))
 
 
@@ -88,11 +92,7 @@ def _scratch(node: Node, inputs: Sequence[TensorType], outputs: Sequence[TensorT
         return _reduction_scratch(node, inputs)
     if node.op == "Einsum":
         return _einsum_scratch(node, inputs, outputs)
-    if gpu:
-        return _cudnn_workspace(node, inputs, outputs)
-    if node.op in _CONVOLUTION_GRADIENTS:
-        return _columns_scratch(node, inputs, outputs)
-    return ()
+    return _cudnn_workspace(node, inputs, outputs) if gpu else ()
 
 
 def _reduction_scratch(node: Node, inputs: Sequence[TensorType]) -> Sequence[int]:
@@ -137,8 +137,11 @@ def _einsum_scratch(node: Node, inputs: Sequence[TensorType], outputs: Sequence[
     return scratch
 
 
-def _columns_scratch(node: Node, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> Sequence[int]:
-    """TensorFlow's gradients of convolutions on a CPU lay out the windows of several images as one matrix."""
+def _columns_scratch(node: Node, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> tuple[int, ...]:
+    """TensorFlow's gradients of convolutions on a CPU lay out the windows of several images as one matrix.
+
+    As many as fill a certain working set, however few images there are.
+    """
     to_filter = node.op == "Conv2DBackpropFilter"
     kernel, gradient = (outputs[0] if to_filter else inputs[1]).shape, inputs[2].shape
     if kernel is None or gradient is None or len(kernel) != 4 or len(gradient) != 4:

@@ -7,12 +7,15 @@ no storage, in copies of the optimizer, the losses and the metrics, and the mode
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from keras.src import backend as keras_backend
 from tensorflow.python.ops import resource_variable_ops
 
+from oomproof.backends.common.calls import graph_of
 from oomproof.backends.common.fresh import fresh_parts
 from oomproof.records import Phase
 
@@ -29,8 +32,32 @@ def traceable(model: Any, data: Any, phase: Phase, storage: bool = False) -> Ite
     """
     with fresh_parts(model), contextlib.nullcontext() if storage else without_storage():
         if phase != "predict":
-            model._symbolic_build(data_batch=data)
+            with _outputs_from_graph(model):
+                model._symbolic_build(data_batch=data)
         yield
+
+
+@contextlib.contextmanager
+def _outputs_from_graph(model: Any) -> Iterator[None]:
+    """In this block Keras learns what a model returns from the shapes of its layers, where these say it.
+
+    It would trace the whole model, for nothing but the shapes that losses and metrics are built for.
+    """
+    if graph_of(model) is None or not all(layer.built for layer in model._flatten_layers()):
+        yield
+        return
+    original = keras_backend.compute_output_spec
+
+    def compute_output_spec(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return (model.compute_output_spec if function is model else functools.partial(original, function))(
+            *args, **kwargs
+        )
+
+    keras_backend.compute_output_spec = compute_output_spec
+    try:
+        yield
+    finally:
+        keras_backend.compute_output_spec = original
 
 
 def without_storage() -> contextlib.AbstractContextManager[Any]:

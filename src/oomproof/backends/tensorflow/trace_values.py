@@ -20,6 +20,7 @@ class Block:
         users: How many hold on to it.
         last_user: The last node that used it.
         variable: The variable whose value it is.
+        fixed: Whether it is as large for a part of the batch.
     """
 
     size: int
@@ -29,6 +30,7 @@ class Block:
     users: int = 0
     last_user: Node | None = None
     variable: Variable | None = None
+    fixed: bool = False
 
     def __post_init__(self) -> None:
         if self.start < 0:
