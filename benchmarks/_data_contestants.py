@@ -147,7 +147,7 @@ def picked(workload: str, folder: pathlib.Path, shuffle: bool) -> Any:
 
     def rows(numbers: Any) -> Any:
         numbers = np.sort(numbers)
-        batch = np.empty((len(numbers), *SHAPE), np.uint8)
+        batch: Any = np.empty((len(numbers), *SHAPE), np.uint8)
         if numbers[-1] - numbers[0] == len(numbers) - 1:
             os.preadv(file, [batch], offset + int(numbers[0]) * RECORD)
             return batch, y[numbers]

@@ -8,7 +8,7 @@ For arrays (.npy), HDF5 and JPEGs, in order and shuffled: every contestant reads
 turn and turn about, first with the files dropped from the page cache (cold), then again (warm), for at most `--seconds`
 each, after ten batches: those that were made ahead while the model was built are not to count. Then ours goes through
 all of the data once in `fit`. Memory is that of the process: RSS, with whatever file pages it has mapped, and RssAnon,
-what it has allocated; sampled every 20 ms. tf.data shuffles `records` by a buffer of 10,000 samples; ours and the others
+what it has allocated; sampled every 20 ms. tf.data shuffles `records` by a buffer of 10,000 samples; ours and the rest
 shuffle all samples, so ours is compared with the best of all and with the best of those. Beside samples in a second
 there are microseconds of CPU for a sample, which depend less on what else the machine does.
 """

@@ -186,7 +186,7 @@ class ImageSource(Source):
             content = file.read()
         with Image.open(io.BytesIO(content)) as image:
             # All of it at once: Pillow hands Python's lock over for every piece that it reads and decodes.
-            image.decodermaxblock = len(content)  # type: ignore[attr-defined]
+            image.decodermaxblock = len(content)
             box = self._box(*image.size)
             # JPEG only: decoded at a half, a quarter or an eighth, not below what is asked for here.
             wide, high = box[2] - box[0], box[3] - box[1]
