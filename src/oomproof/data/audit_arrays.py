@@ -19,9 +19,11 @@ from oomproof.findings import Finding
 from oomproof.units import DTYPE_BYTES, format_bytes
 
 _WORTH_IT = 2**20
-# Batches of arrays on the way, as they were counted. JAX is handed a step before the last ones are done, and each keeps
-# its batch; what a step leaves behind on torch waits for Python's garbage collector.
+# Batches on the way, as they were counted with small models. JAX is handed a step before the last ones are done, and
+# each keeps its batch; what a step leaves behind on torch waits for Python's garbage collector.
 _JAX_BATCHES, _TORCH_BATCHES = 5, 7
+# The same for generators: Keras looks at a batch first, and on TensorFlow prefetches as many as TensorFlow sees fit.
+_MADE_BY_GENERATOR = {"tensorflow": 7, "jax": 9, "torch": 11}
 # Copies of a cast at a time: Keras casts anew for every epoch, before the last copy is gone; on TensorFlow once.
 _CASTS = {"tensorflow": 1, "torch": 2, "jax": 3}
 
@@ -167,8 +169,9 @@ def audit_py_dataset(data: Any) -> DataAudit:
                 "super().__init__(workers=2, max_queue_size=4)  # in your PyDataset",
             )
         )
-    # On JAX the steps that are not done have theirs, and where a queue feeds them those come out of it.
-    in_use = {"tensorflow": 2, "jax": 1 if threaded else _JAX_BATCHES, "torch": 1}[keras.backend.backend()]
+    # Where a queue feeds the steps that are not done, theirs come out of it.
+    alone = {"tensorflow": 2, "jax": _JAX_BATCHES, "torch": _TORCH_BATCHES}
+    in_use = ({"tensorflow": 2, "jax": 1, "torch": 4} if threaded else alone)[keras.backend.backend()]
     stages.append(Stage("fit", in_use * batch, f"{in_use} of {format_bytes(batch)} in use", batch))
     if queued * batch > (host.available() or queued * batch):
         text = f"The queue holds up to {format_bytes(queued * batch)}."
@@ -212,12 +215,15 @@ def audit_data_loader(data: Any) -> DataAudit:
                 "DataLoader(…, num_workers=2, prefetch_factor=2)",
             )
         )
-    # The samples of a batch are there while it is put together, unless they are parts of what the dataset holds; and
-    # who is not torch makes a copy of it.
     import keras
 
-    copied = keras.backend.backend() != "torch" and not workers
-    in_use = (1 + (data.pin_memory or not (workers or views)) + copied) * batch
+    # The samples of a batch are there while it is put together, unless they are parts of what the dataset holds.
+    put_together = 1 + int(data.pin_memory or not (workers or views))
+    if keras.backend.backend() == "torch":
+        put_together += 1 if workers else _TORCH_BATCHES - 3
+    elif not workers:
+        put_together += 1  # Whoever is not torch makes a copy of it.
+    in_use = put_together * batch
     stages.append(Stage("batch", in_use if known else None, "the batch in use, and what it is made of", batch))
     return _audit("DataLoader", stages, batch, findings)
 
@@ -231,13 +237,16 @@ def audit_generator(data: Any, fresh: bool) -> DataAudit:
     """A Python generator. Only from a `fresh` one, that nobody else has, an element may be taken."""
     frame = data.gi_frame
     held = 0 if frame is None else _held_by({**frame.f_locals, **_closure(data)})
-    batch = None
-    if fresh and (first := next(data, None)) is not None:
+    batch, first = None, next(data, None) if fresh else None
+    if first is not None:
         batch = sum(nbytes(array) for array in leaves(first) if is_array(array))
         held = max(held, 0 if frame is None else _held_by({**frame.f_locals, **_closure(data)}) - batch)
     import keras
 
-    count = 2 if keras.backend.backend() == "tensorflow" else 1
+    backend = keras.backend.backend()
+    # Parts of arrays that it holds are nobody's own until they are tensors.
+    cut = first is not None and all(getattr(array, "base", None) is not None for array in leaves(first))
+    count = {"tensorflow": 1, "jax": 6, "torch": 6}[backend] if cut else _MADE_BY_GENERATOR[backend]
     note = "what it yields is not known before it runs" if batch is None else f"{count} of {format_bytes(batch)}"
     stages = [
         Stage("generator", held, "arrays among its variables"),
