@@ -38,7 +38,7 @@ def arrays_of_float32(batches: int) -> Any:
 
 
 @data
-def arrays_of_float64(batches: int) -> Any:
+def arrays_of_doubles(batches: int) -> Any:
     return rows(BATCH * batches, "float64"), targets(BATCH * batches)
 
 
