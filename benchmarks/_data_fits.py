@@ -1,7 +1,7 @@
 """What people give to `fit` besides tf.data, for data_audit.py: arrays, a PyDataset, a DataLoader, generators.
 
-Each is a function that makes the data, of a few hundred megabytes; with `tiny` the same of two batches, so that what a
-first `fit` loads and compiles is there before anything is measured. `given` are the arguments of `fit` for it.
+Each is a function that makes data of so many batches: a few hundred megabytes, or two batches, so that what a first `fit`
+loads and compiles is there before anything is measured.
 """
 
 from __future__ import annotations
