@@ -1,7 +1,7 @@
 """What people give to `fit` besides tf.data, for data_audit.py: arrays, a PyDataset, a DataLoader, generators.
 
-Each is a function that makes data of so many batches: a few hundred megabytes, or two batches, so that what a first `fit`
-loads and compiles is there before anything is measured.
+Each is a function that makes data of so many batches: a few hundred megabytes, or two batches, so that what a first
+`fit` loads and compiles is there before anything is measured.
 """
 
 from __future__ import annotations
