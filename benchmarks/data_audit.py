@@ -165,8 +165,10 @@ def main(names: list[str], backends: list[str]) -> None:
     known = child("list", [], {})
     pipelines = [name for name in known["pipelines"] if not names or name in names]
     fits = [name for name in known["fits"] if not names or name in names]
-    result: dict[str, Any] = {"settings": MODES, "pipelines": len(pipelines)}
-    rows: dict[str, dict[str, Any]] = {name: {} for name in pipelines}
+    # What is not asked for this time stays as it was measured before.
+    path = RESULTS / "data_audit.json"
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    rows = {name: earlier.get("rows", {}).get(name, {}) for name in known["pipelines"]}
     # Two at a time: that changes when memory is taken, and not how much.
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for mode, settings in MODES.items() if pipelines else ():
@@ -174,21 +176,18 @@ def main(names: list[str], backends: list[str]) -> None:
             measured = pool.map(lambda name, settings=settings: child("measure", [name], settings), pipelines)
             for name, found in zip(pipelines, measured, strict=True):
                 rows[name][mode] = told(mode, name, {**predicted[name], **found})
+    rows = {name: row for name, row in rows.items() if row}
+    result: dict[str, Any] = {"pipelines": len(rows)}
     result["summary"] = {mode: summary(row[mode] for row in rows.values()) for mode in MODES if rows}
-    result["rows"] = rows
-    result["fits"] = {}
+    result |= {"settings": MODES, "rows": rows, "fits": earlier.get("fits", {})}
     for backend in backends if fits else ():
         settings = EXACT | {"KERAS_BACKEND": backend}
         # Worker processes are forked, and a fork of a process with TensorFlow's or JAX's threads may wait for ever.
         here = [name for name in fits if backend == "torch" or name != "data_loader_with_workers"]
-        found = {name: told(backend, name, child("fit", [name], settings)) for name in here}
+        measured_here = {name: told(backend, name, child("fit", [name], settings)) for name in here}
+        found = result["fits"].get(backend, {}).get("rows", {}) | measured_here
         result["fits"][backend] = {"summary": summary(found.values()), "rows": found}
-    path = RESULTS / "data_audit.json"
-    earlier = json.loads(path.read_text()) if path.exists() else {}
-    # What was not asked for this time stays as it was measured before.
-    kept = [] if pipelines else ["pipelines", "summary", "rows"]
-    kept += [] if fits else ["fits"]
-    write_result("data_audit", result | {part: earlier[part] for part in kept if part in earlier})
+    write_result("data_audit", result)
 
 
 def told(where: str, name: str, row: dict[str, Any]) -> dict[str, Any]:

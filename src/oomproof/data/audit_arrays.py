@@ -124,7 +124,7 @@ def _array_findings(
         yield Finding(
             "note",
             "steps ahead of their results",
-            f"With verbose=0 or 2 nothing waits for a step, and each keeps its {format_bytes(batch)}: 46 were seen.",
+            f"With verbose=0 or 2 nothing waits for a step, and each keeps its {format_bytes(batch)} until it is done.",
             "The progress bar (verbose=1), or a callback that reads `logs` after a batch, waits.",
         )
     if backend == "tensorflow" and whole >= _WORTH_IT:
