@@ -239,6 +239,22 @@ def records_interleaved(folder: pathlib.Path) -> Iterator[Any]:
 
 
 @pipeline
+def records_interleaved_in_parallel(folder: pathlib.Path) -> Iterator[Any]:
+    files = []
+    for index in range(8):
+        files.append(str(folder / f"{index}.tfrecord"))
+        with tf.io.TFRecordWriter(files[-1]) as writer:
+            for _ in range(40):
+                writer.write(np.ones(750_000, np.float32).tobytes())
+    yield
+    records = Dataset.from_tensor_slices(files).interleave(
+        tf.data.TFRecordDataset, cycle_length=4, num_parallel_calls=4, deterministic=True
+    )
+    images = records.map(lambda text: tf.reshape(tf.io.decode_raw(text, tf.float32), [750_000]))
+    yield images.shuffle(60).batch(8).prefetch(2)
+
+
+@pipeline
 def generator_shuffled(_: pathlib.Path) -> Iterator[Any]:
     def rows() -> Iterator[Any]:
         for index in range(1_000):

@@ -6,9 +6,11 @@
 
 For arrays (.npy), HDF5 and JPEGs, in order and shuffled: every contestant reads the same files in a process of its own,
 turn and turn about, first with the files dropped from the page cache (cold), then again (warm), for at most `--seconds`
-each. Then ours goes through all of the data once in `fit`. Memory is that of the process: RSS, with whatever file pages
-it has mapped, and RssAnon, what it has allocated; sampled every 20 ms. tf.data shuffles `records` by a buffer of 10,000
-samples; ours, `mapped` and `decoded` shuffle all samples.
+each, after ten batches: those that were made ahead while the model was built are not to count. Then ours goes through
+all of the data once in `fit`. Memory is that of the process: RSS, with whatever file pages it has mapped, and RssAnon,
+what it has allocated; sampled every 20 ms. tf.data shuffles `records` by a buffer of 10,000 samples; ours and the rest
+shuffle all samples, so ours is compared with the best of all and with the best of those. Beside samples in a second
+there are microseconds of CPU for a sample, which depend less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ import time
 from typing import Any
 
 import _data_contestants as data
-from _common import environment, write_result
+from _common import RESULTS, environment, write_result
 
 KINDS = ("arrays", "hdf5", "images")
+WARMING_UP = 10
 
 
 def main() -> None:
@@ -39,7 +42,7 @@ def main() -> None:
         print(json.dumps(_child(json.loads(arguments.child))))
         return
     size = int(arguments.gigabytes * 1e9)
-    figures: dict[str, Any] = {"command": _command(arguments), "workloads": []}
+    figures: dict[str, Any] = {"workloads": []}
     for kind in arguments.kinds:
         with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="oomproof-data-") as folder:
             free = shutil.disk_usage(folder).free
@@ -51,9 +54,18 @@ def main() -> None:
             figures["workloads"] += [_compare(kind, folder, shuffle, arguments) for shuffle in orders]
     figures["corrupt"] = _corrupt(arguments)
     if arguments.write:
-        write_result("data-stream", figures)
+        write_result("data-stream", _with_earlier(figures))
     else:
         print(json.dumps({"environment": environment(), **figures}, indent=2))
+
+
+def _with_earlier(figures: dict[str, Any]) -> dict[str, Any]:
+    """With the figures of other data that were written before: each takes long, and each has its command."""
+    path = RESULTS / "data-stream.json"
+    earlier = json.loads(path.read_text())["workloads"] if path.exists() else []
+    done = [(each["data"], each["shuffled"]) for each in figures["workloads"]]
+    kept = [each for each in earlier if (each["data"], each["shuffled"]) not in done]
+    return figures | {"workloads": [*kept, *figures["workloads"]]}
 
 
 def _compare(kind: str, folder: str, shuffle: bool, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -67,6 +79,7 @@ def _compare(kind: str, folder: str, shuffle: bool, arguments: argparse.Namespac
                 runs.setdefault(mode, {}).setdefault(name, []).append(found)
     files = _files(folder)
     result: dict[str, Any] = {
+        "command": _command(arguments),
         "data": kind,
         "shuffled": shuffle,
         "bytes_on_disk": sum(os.stat(file).st_blocks * 512 for file in files),
@@ -75,14 +88,24 @@ def _compare(kind: str, folder: str, shuffle: bool, arguments: argparse.Namespac
     for mode, by_name in runs.items():
         result[mode] = {"contestants": {name: _summary(found) for name, found in by_name.items()}}
         for cache in ("cold", "warm"):
-            speeds = {n: [run[cache] for run in found] for n, found in by_name.items()}
-            best = max((n for n in speeds if n != "ours"), key=lambda n: statistics.median(speeds[n]))
-            ratios = [mine / other for mine, other in zip(speeds["ours"], speeds[best], strict=True)]
-            result[mode][f"ours_over_best_{cache}"] = {"best": best, "median": round(statistics.median(ratios), 3)}
+            rivals = [name for name in by_name if name != "ours"]
+            result[mode][f"ours_over_best_{cache}"] = _ratio(by_name, rivals, cache)
+            if shuffle and (alike := [name for name in rivals if name not in data.BUFFERED]) != rivals:
+                result[mode][f"ours_over_best_full_shuffle_{cache}"] = _ratio(by_name, alike, cache)
     whole = _run({"kind": kind, "folder": folder, "shuffle": shuffle, "name": "ours", "mode": "fit", "seconds": None})
     result["all_of_it_in_fit"] = {key: round(value, 1) for key, value in whole.items()}
     print(json.dumps(result, indent=1), file=sys.stderr)
     return result
+
+
+def _ratio(runs: dict[str, list[dict[str, float]]], rivals: list[str], cache: str) -> dict[str, Any]:
+    """Ours over the quickest of these, run by run."""
+    best = max(rivals, key=lambda name: statistics.median(run[cache] for run in runs[name]))
+    ratios = [mine[cache] / other[cache] for mine, other in zip(runs["ours"], runs[best], strict=True)]
+    spread = [round(min(ratios), 3), round(max(ratios), 3)]
+    cpu = [statistics.median(run[f"{cache}_cpu_us"] for run in runs[name]) for name in ("ours", best)]
+    return {"best": best, "median": round(statistics.median(ratios), 3), "spread": spread,
+            "cpu_of_best_over_ours": round(cpu[1] / cpu[0], 3)}  # fmt: skip
 
 
 def _summary(runs: list[dict[str, float]]) -> dict[str, float]:
@@ -144,14 +167,16 @@ def _child(task: dict[str, Any]) -> dict[str, float]:
         if cache == "cold":
             _drop_from_cache(str(folder))
         pipeline = make(task["kind"], folder, task["shuffle"])
+        clock = Clock(task, folder)
         if model is None:
-            samples, taken = _iterate(pipeline, task["seconds"])
+            for _ in data.batches(pipeline):
+                if clock.tick():
+                    break
         else:
-            timer = _timer(keras, task)
-            model.fit(pipeline, epochs=1, verbose=0, callbacks=[timer])
-            samples, taken = timer.samples, timer.taken
-        found[cache] = samples / taken
-        found[f"{cache}_seconds"] = taken
+            model.fit(pipeline, epochs=1, verbose=0, callbacks=[_ticker(keras, clock)])
+        found[cache] = clock.samples / clock.taken
+        found[f"{cache}_cpu_us"] = clock.cpu / clock.samples * 1e6
+        found[f"{cache}_seconds"] = clock.taken
         del pipeline
         gc.collect()  # Keras's iterator holds itself, and the pipeline would read on.
     watch.stop()
@@ -165,38 +190,36 @@ def _child(task: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _iterate(pipeline: Any, seconds: float | None) -> tuple[int, float]:
-    """Samples and seconds, from the second batch on: the first one pays for starting."""
-    samples, began = 0, 0.0
-    for batch in data.batches(pipeline):
-        if not began:
-            began = time.perf_counter()
-            continue
-        samples += len(batch[0])
-        if seconds is not None and time.perf_counter() - began > seconds:
-            break
-    return samples, time.perf_counter() - began
+class Clock:
+    """Samples, seconds and seconds of CPU from one batch on, for at most as long as the task says."""
+
+    def __init__(self, task: dict[str, Any], folder: pathlib.Path) -> None:
+        images = task["kind"] == "images"
+        self.batch_size = data.IMAGE_BATCH if images else data.BATCH
+        batches = data.samples(task["kind"], folder) // self.batch_size
+        self._seconds, self._left_out = task["seconds"], min(WARMING_UP, batches // 2)
+        self._batches = self.samples = 0
+        self.taken = self.cpu = 0.0
+
+    def tick(self) -> bool:
+        """A batch was used. Whether that is enough."""
+        now, cpu = time.perf_counter(), time.process_time()
+        self._batches += 1
+        if self._batches <= self._left_out:
+            self._began, self._cpu = now, cpu
+            return False
+        self.samples += self.batch_size
+        self.taken, self.cpu = now - self._began, cpu - self._cpu
+        return self._seconds is not None and self.taken > self._seconds
 
 
-def _timer(keras: Any, task: dict[str, Any]) -> Any:
-    batch_size = data.IMAGE_BATCH if task["kind"] == "images" else data.BATCH
-
-    class Timer(keras.callbacks.Callback):  # type: ignore[misc]
-        """Stops `fit` after a time and knows how far it came."""
-
-        samples, began, taken = 0, 0.0, 0.0
-
+def _ticker(keras: Any, clock: Clock) -> Any:
+    class Ticker(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            now = time.perf_counter()
-            if not self.began:
-                self.began = now
-                return
-            self.samples += batch_size
-            self.taken = now - self.began
-            if task["seconds"] is not None and self.taken > task["seconds"]:
+            if clock.tick():
                 self.model.stop_training = True
 
-    return Timer()
+    return Ticker()
 
 
 def _drop_from_cache(folder: str) -> None:

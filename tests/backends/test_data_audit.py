@@ -174,7 +174,9 @@ def test_arrays():
     x, y = np.ones((1024, 256), "float64"), np.arange(1024)
     report = audit((x, y), batch_size=64)
     assert stage(report, "arrays").bytes == x.nbytes + y.nbytes
-    assert stage(report, "cast").bytes == x.nbytes // 2
+    # A copy for every epoch whose iterator is still there.
+    copies = {"tensorflow": 1, "torch": 2, "jax": 3}[BACKEND]
+    assert stage(report, "cast").bytes == copies * x.nbytes // 2
     copied = [each for each in report.stages if each.name == "fit: tensors"]
     assert bool(copied) is (BACKEND == "tensorflow")
     assert "float64 where smaller would do" in topics(report)

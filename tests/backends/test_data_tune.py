@@ -57,6 +57,8 @@ PIPELINES = {
     "one tensor": lambda tf: scaled(tf).map(lambda a, b: a).shuffle(N, seed=3).batch(32),
     "padded": lambda tf: scaled(tf).map(lambda a, b: a[: b + 1]).shuffle(N, seed=3).padded_batch(16),
     "unbatched": lambda tf: scaled(tf).batch(32).unbatch().shuffle(N, seed=3).batch(16),
+    "zipped, shuffled before": lambda tf: tf.data.Dataset.zip((scaled(tf).shuffle(9, seed=3), rows(tf))).batch(32),
+    "concatenated, shuffled": lambda tf: scaled(tf).shuffle(50, seed=3).concatenate(scaled(tf).cache()).batch(32),
     "zipped": lambda tf: tf.data.Dataset.zip((scaled(tf), rows(tf))).map(lambda a, b: (a[0], b[0])).batch(32),
     "concatenated": lambda tf: scaled(tf).concatenate(scaled(tf)).shuffle(N, seed=3).batch(32),
     "python": lambda tf: rows(tf).map(lambda a, b: (tf.numpy_function(np.negative, [a], tf.float32), b)).batch(32),
@@ -215,3 +217,11 @@ def test_bad_arguments(tf, tmp_path):
         tune(rows(tf), budget="much")
     with pytest.raises(ValueError, match="Expected `cache_dir`"):
         tune(rows(tf), cache_dir=tmp_path / "nowhere")
+
+
+def test_branches_are_tuned_and_what_stays_in_them_is_said(tf):
+    shuffled = scaled(tf).shuffle(N, seed=3)
+    tuning = tune(tf.data.Dataset.zip((shuffled, rows(tf).cache())).batch(32), verbose=False).tuning
+    assert any("branch 1 of zip: shuffle(300) before map" in change for change in tuning.changes)
+    assert any("branch 2 of zip" in reason and "cache()" in reason for reason in tuning.kept)
+    assert tuning.after.host_bytes < tuning.before.host_bytes

@@ -24,6 +24,10 @@ _SMALL_BYTES = 16 * 2**20
 # Most rows that one call of `preadv` may fill (IOV_MAX).
 _PIECES = 1024
 _NO_WAIT = getattr(os, "RWF_NOWAIT", None)
+# Every read hands Python's lock over. Two threads that do so for each row of a few kilobytes wait for one another most
+# of the time: together they read a third of what one alone does. Rows larger than this take the disk longer than that.
+_SMALL_ROW = 128 * 2**10
+_many_calls = threading.Lock()
 
 
 class Column:
@@ -83,35 +87,49 @@ class NpyColumn(Column):
         batch = aligned((len(ascending), *self.shape[1:]), self.dtype)
         if not batch.size:
             return batch
-        places = np.arange(len(ascending)) if ranks is None else ranks
-        rows = batch.reshape(len(batch), -1).view(np.uint8)
-        late = []
-        # Neighbours on disk are read by one call.
-        ends = [0, *(np.flatnonzero(np.diff(ascending) != 1) + 1).tolist(), len(ascending)]
-        for begin, end in itertools.pairwise(ends):
-            for first in range(begin, end, _PIECES):
-                run = places[first : min(first + _PIECES, end)].tolist()
-                in_place = run[-1] - run[0] == len(run) - 1 and (len(run) == 1 or run == [*range(run[0], run[-1] + 1)])
-                buffers = [rows[run[0] : run[-1] + 1].reshape(-1)] if in_place else [rows[place] for place in run]
-                at = self._offset + int(ascending[first]) * self.sample_bytes
-                if len(ends) == 2 or not self._read_cached(buffers, at):
-                    late.append((buffers, at))
-        for buffers, at in late:
-            self._fill(buffers, at)
+        stretches = self._stretches(batch, ascending, np.arange(len(ascending)) if ranks is None else ranks)
+        if len(stretches) == 1:
+            self._fill(*stretches[0])
+        elif self.sample_bytes > _SMALL_ROW:
+            self._fill_all(stretches)
+        else:
+            with _many_calls:
+                self._fill_all(stretches)
         return batch
 
-    def _read_cached(self, buffers: list[Any], at: int) -> bool:
-        """Reads what the system has in memory. The rest it is told of, so that it fetches many stretches at a time:
-        one after the other a disk would give a third of what it can."""
-        wanted = sum(buffer.nbytes for buffer in buffers)
-        try:
-            if _NO_WAIT is not None and os.preadv(self._descriptor, buffers, at, _NO_WAIT) == wanted:
-                return True
-        except OSError:  # Not in memory, or a file system that cannot say.
-            pass
+    def _stretches(self, batch: Any, ascending: Indices, places: Indices) -> list[tuple[list[Any], int]]:
+        """What one call each can read, neighbours on disk together: (where the rows belong, where they begin)."""
+        room, size = memoryview(batch.reshape(-1).view(np.uint8)), self.sample_bytes
+        offsets = (self._offset + ascending * size).tolist()
+        ends = [0, *(np.flatnonzero(np.diff(ascending) != 1) + 1).tolist(), len(places)]
+        if len(ends) == 2 and (np.diff(places) == 1).all():
+            return [([room], offsets[0])]
+        rows = [room[place * size : (place + 1) * size] for place in places.tolist()]
+        return [
+            (rows[first : min(first + _PIECES, end)], offsets[first])
+            for begin, end in itertools.pairwise(ends)
+            for first in range(begin, end, _PIECES)
+        ]
+
+    def _fill_all(self, stretches: list[tuple[list[Any], int]]) -> None:
+        """Reads what the system has in memory. From the first stretch on that it has not, it is told of all of them
+        before one is waited for, so that it fetches many at a time: one after the other a disk would give a third of
+        what it can."""
+        there = 0
+        while there < len(stretches) and self._read_cached(*stretches[there]):
+            there += 1
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor, at, wanted, os.POSIX_FADV_WILLNEED)
-        return False
+            for buffers, at in stretches[there:]:
+                os.posix_fadvise(self._descriptor, at, len(buffers) * self.sample_bytes, os.POSIX_FADV_WILLNEED)
+        for buffers, at in stretches[there:]:
+            self._fill(buffers, at)
+
+    def _read_cached(self, buffers: list[Any], at: int) -> bool:
+        try:
+            wanted = len(buffers) * self.sample_bytes
+            return _NO_WAIT is not None and os.preadv(self._descriptor, buffers, at, _NO_WAIT) == wanted
+        except OSError:  # Not in memory, or a file system that cannot say.
+            return False
 
     def _fill(self, buffers: list[Any], at: int) -> None:
         wanted = sum(buffer.nbytes for buffer in buffers)

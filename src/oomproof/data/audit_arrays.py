@@ -19,9 +19,13 @@ from oomproof.findings import Finding
 from oomproof.units import DTYPE_BYTES, format_bytes
 
 _WORTH_IT = 2**20
-# Batches on the way: on TensorFlow Keras slices in parallel and prefetches; on JAX a batch is sliced, then copied; on
-# torch it is sliced and shared with a tensor.
-_JAX_BATCHES, _TORCH_BATCHES = 2, 2
+# Batches on the way, as they were counted with small models. JAX is handed a step before the last ones are done, and
+# each keeps its batch; what a step leaves behind on torch waits for Python's garbage collector.
+_JAX_BATCHES, _TORCH_BATCHES = 5, 7
+# The same for generators: Keras looks at a batch first, and on TensorFlow prefetches as many as TensorFlow sees fit.
+_MADE_BY_GENERATOR = {"tensorflow": 7, "jax": 9, "torch": 11}
+# Copies of a cast at a time: Keras casts anew for every epoch, before the last copy is gone; on TensorFlow once.
+_CASTS = {"tensorflow": 1, "torch": 2, "jax": 3}
 
 
 def leaves(data: Any) -> Iterator[Any]:
@@ -66,7 +70,7 @@ def audit_arrays(data: Any, batch_size: int | None) -> DataAudit:
     order = count * 8 * (2 if backend == "tensorflow" else 1)
     stages = [
         Stage("arrays", mine, "yours", mine // max(1, count), count),
-        Stage("cast", cast, f"all of it to {floatx}, beside the original" if cast else "not needed"),
+        Stage("cast", _CASTS[backend] * cast, _cast_note(_CASTS[backend], floatx) if cast else "not needed"),
     ]
     if backend == "tensorflow":
         on_the_way = len(os.sched_getaffinity(0)) + 2
@@ -86,8 +90,13 @@ def audit_arrays(data: Any, batch_size: int | None) -> DataAudit:
         host_bytes=sum(stage.bytes or 0 for stage in stages),
         device_bytes=on_device,
         available=host.available(),
-        findings=tuple(_array_findings(arrays, backend, floatx, cast, whole)),
+        findings=tuple(_array_findings(arrays, backend, floatx, cast, whole, batch)),
     )
+
+
+def _cast_note(copies: int, floatx: str) -> str:
+    each = "beside the original" if copies == 1 else f"{copies} copies at a time: every epoch makes its own"
+    return f"all of it to {floatx}, {each}"
 
 
 def _is_cast(array: Any, floatx: str) -> bool:
@@ -101,13 +110,22 @@ def _cast_bytes(array: Any, floatx: str) -> int:
     return int(np.prod([int(n) for n in array.shape], dtype=np.int64)) * DTYPE_BYTES[floatx]
 
 
-def _array_findings(arrays: list[Any], backend: str, floatx: str, cast: int, whole: int) -> Iterator[Finding]:
+def _array_findings(
+    arrays: list[Any], backend: str, floatx: str, cast: int, whole: int, batch: int
+) -> Iterator[Finding]:
     if cast >= _WORTH_IT:
         yield Finding(
             "warning",
             "float64 where smaller would do" if floatx == "float32" else "cast",
             f"Keras makes a copy in {floatx} of all of it, {format_bytes(cast)}.",
             f'x = x.astype("{floatx}")  # once, in place of the original',
+        )
+    if backend == "jax" and batch >= _WORTH_IT and devices.local() is None:
+        yield Finding(
+            "note",
+            "steps ahead of their results",
+            f"With verbose=0 or 2 nothing waits for a step, and each keeps its {format_bytes(batch)} until it is done.",
+            "The progress bar (verbose=1), or a callback that reads `logs` after a batch, waits.",
         )
     if backend == "tensorflow" and whole >= _WORTH_IT:
         yield Finding(
@@ -151,8 +169,10 @@ def audit_py_dataset(data: Any) -> DataAudit:
                 "super().__init__(workers=2, max_queue_size=4)  # in your PyDataset",
             )
         )
-    ahead = 1 if keras.backend.backend() == "tensorflow" and not threaded else 0
-    stages.append(Stage("fit", (1 + ahead) * batch, f"{1 + ahead} of {format_bytes(batch)} in use", batch))
+    # Where a queue feeds the steps that are not done, theirs come out of it.
+    alone = {"tensorflow": 2, "jax": _JAX_BATCHES, "torch": _TORCH_BATCHES}
+    in_use = ({"tensorflow": 2, "jax": 1, "torch": 4} if threaded else alone)[keras.backend.backend()]
+    stages.append(Stage("fit", in_use * batch, f"{in_use} of {format_bytes(batch)} in use", batch))
     if queued * batch > (host.available() or queued * batch):
         text = f"The queue holds up to {format_bytes(queued * batch)}."
         findings.append(Finding("problem", "queue larger than memory", text, "A smaller max_queue_size."))
@@ -163,8 +183,11 @@ def audit_data_loader(data: Any) -> DataAudit:
     """A torch DataLoader: what its dataset holds, the copies its workers have, and the batches on the way."""
     size = data.batch_size or getattr(data.batch_sampler, "batch_size", None) or 1
     known = True
+    views = False
     try:
-        sample = sum(nbytes(array) for array in leaves(data.dataset[0]) if is_array(array))
+        parts = [array for array in leaves(data.dataset[0]) if is_array(array)]
+        sample = sum(nbytes(array) for array in parts)
+        views = all(_is_view(array) for array in parts)
     except (TypeError, NotImplementedError, IndexError, KeyError):
         # Iterable datasets have no items, and what is taken from one is gone.
         sample, known = 0, False
@@ -192,23 +215,38 @@ def audit_data_loader(data: Any) -> DataAudit:
                 "DataLoader(…, num_workers=2, prefetch_factor=2)",
             )
         )
-    # The samples of a batch are there while it is put together.
-    in_use = (2 if data.pin_memory or not workers else 1) * batch
+    import keras
+
+    # The samples of a batch are there while it is put together, unless they are parts of what the dataset holds.
+    put_together = 1 + int(data.pin_memory or not (workers or views))
+    if keras.backend.backend() == "torch":
+        put_together += 1 if workers else _TORCH_BATCHES - 3
+    elif not workers:
+        put_together += 1  # Whoever is not torch makes a copy of it.
+    in_use = put_together * batch
     stages.append(Stage("batch", in_use if known else None, "the batch in use, and what it is made of", batch))
     return _audit("DataLoader", stages, batch, findings)
+
+
+def _is_view(array: Any) -> bool:
+    """Whether it is a part of a larger tensor of torch's."""
+    return hasattr(array, "untyped_storage") and array.untyped_storage().nbytes() > nbytes(array)
 
 
 def audit_generator(data: Any, fresh: bool) -> DataAudit:
     """A Python generator. Only from a `fresh` one, that nobody else has, an element may be taken."""
     frame = data.gi_frame
     held = 0 if frame is None else _held_by({**frame.f_locals, **_closure(data)})
-    batch = None
-    if fresh and (first := next(data, None)) is not None:
+    batch, first = None, next(data, None) if fresh else None
+    if first is not None:
         batch = sum(nbytes(array) for array in leaves(first) if is_array(array))
         held = max(held, 0 if frame is None else _held_by({**frame.f_locals, **_closure(data)}) - batch)
     import keras
 
-    count = 2 if keras.backend.backend() == "tensorflow" else 1
+    backend = keras.backend.backend()
+    # Parts of arrays that it holds are nobody's own until they are tensors.
+    cut = first is not None and all(getattr(array, "base", None) is not None for array in leaves(first))
+    count = {"tensorflow": 1, "jax": 6, "torch": 6}[backend] if cut else _MADE_BY_GENERATOR[backend]
     note = "what it yields is not known before it runs" if batch is None else f"{count} of {format_bytes(batch)}"
     stages = [
         Stage("generator", held, "arrays among its variables"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -180,12 +182,16 @@ class ImageSource(Source):
     def _decode(self, path: str, into: Any) -> None:
         from PIL import Image
 
-        with Image.open(path) as image:
+        with open(path, "rb") as file:
+            content = file.read()
+        with Image.open(io.BytesIO(content)) as image:
+            # All of it at once: Pillow hands Python's lock over for every piece that it reads and decodes.
+            image.decodermaxblock = len(content)
             box = self._box(*image.size)
             # JPEG only: decoded at a half, a quarter or an eighth, not below what is asked for here.
             wide, high = box[2] - box[0], box[3] - box[1]
             shrunk = (self._width * image.width / wide, self._height * image.height / high)
-            image.draft(self._mode, (int(np.ceil(shrunk[0])), int(np.ceil(shrunk[1]))))
+            image.draft(self._mode, (math.ceil(shrunk[0]), math.ceil(shrunk[1])))
             pixels = image if image.mode == self._mode else image.convert(self._mode)
             pixels = pixels.resize((self._width, self._height), Image.Resampling.BILINEAR, box=self._box(*pixels.size))
         into[...] = np.asarray(pixels).reshape(into.shape)

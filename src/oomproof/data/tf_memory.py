@@ -19,6 +19,8 @@ from oomproof.data.tf_elements import ELEMENT_OVERHEAD, PART_OVERHEAD, Elements,
 # tf.data's map_and_batch works on the batch that is asked for and on the next.
 _FUSED_BATCHES = 2
 _READER_BUFFER = 256 * 2**10
+# A parallel interleave, where it is left to TensorFlow: twice its cycle in inputs, twice a block of each.
+_AHEAD_BY = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,9 +205,17 @@ class Accounts:
     def _interleave(self, node: Node, before: Holding) -> Holding:
         cycle = node.number("_cycle_length", 1)
         cycle = self.settings.cores if cycle == AUTOTUNE else cycle
-        ahead = node.number("_buffer_output_elements", AUTOTUNE)
-        block = max(1, node.number("_block_length", 1))
-        buffered = cycle * (max(ahead, 1) if self.calls(node) else 0) * block
+        buffered = 0
+        if self.calls(node):
+            # Inputs that come after those of the cycle are read ahead as well, all of them into buffers of their own.
+            ahead, each = (
+                node.number("_prefetch_input_elements", AUTOTUNE),
+                node.number("_buffer_output_elements", AUTOTUNE),
+            )
+            cycle += _AHEAD_BY * cycle if ahead == AUTOTUNE else ahead
+            files = node.inputs[0].cardinality
+            cycle = min(cycle, files) if files >= 0 else cycle
+            buffered = cycle * (_AHEAD_BY * max(1, node.number("_block_length", 1)) if each == AUTOTUNE else each)
         made = self.size(node)
         readers = cycle * _READER_BUFFER if self.counts(Part(_READER_BUFFER - 1, True, "")) else 0
         kept = before.kept + buffered * made + readers

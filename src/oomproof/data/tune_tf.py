@@ -13,7 +13,7 @@ import uuid
 from typing import Any
 
 from oomproof.data.audit_tf import audit_tf
-from oomproof.data.tf_chain import AUTOTUNE, Node, chain_of
+from oomproof.data.tf_chain import AUTOTUNE, Node, chain_of, walk
 from oomproof.data.tf_elements import Elements
 from oomproof.data.tf_memory import Accounts, settings_of
 from oomproof.data.tf_rebuild import CannotRebuildError, Changes, again
@@ -70,6 +70,8 @@ class Tuner:
             self.kept.append(f"{node.name} and what is before it: a stage that oomproof does not know")
         self.source, self.steps = node, steps[::-1]
         self._leave_what_cannot_be_built()
+        if node is self.source and len(node.inputs) > 1 and node.kind != "unknown":
+            self._branches(node)
         self.books = Accounts(chain_of(dataset), Elements(), settings_of(chain_of(dataset)))
 
     def _leave_what_cannot_be_built(self) -> None:
@@ -84,6 +86,27 @@ class Tuner:
                 self.kept.append(f"{error}; what is before it is left too" if index else str(error))
                 self.source, self.steps = node, self.steps[index + 1 :]
                 return
+
+    def _branches(self, node: Node) -> None:
+        """What comes together in one stage. The budget is that of the whole: what is held in a branch stays there."""
+        inputs, changes, kept = [], list[str](), list[str]()
+        for number, each in enumerate(node.inputs, 1):
+            branch = Tuner(each.dataset, self.budget, None)
+            branch.parallel()
+            branch.shuffles()
+            inputs.append(branch.build())
+            changes += [f"branch {number} of {node.name}: {change}" for change in branch.changes]
+            kept += [f"branch {number} of {node.name}: {reason}" for reason in branch.kept]
+            held = [below.name for below in walk(each) if below.kind in ("cache", "prefetch", "shuffle")]
+            if held:
+                kept.append(f"branch {number} of {node.name}: the size of {', '.join(held)}, since there are others")
+        try:
+            self.source = chain_of(again(node, inputs))
+        except CannotRebuildError as error:
+            self.kept.append(f"{error}; its branches are left too")
+            return
+        self.changes += changes
+        self.kept += kept
 
     def build(self) -> Any:
         dataset = self.source.dataset
