@@ -31,6 +31,8 @@ ERRORS = {
         ("ResourceExhausted", "", None),
         ("Internal", "no kernel image is available for execution on the device", None),
         ("InvalidArgument", "OOM when allocating tensor", None),
+        ("InvalidArgument", "Cannot parse tensor from proto: dtype: DT_FLOAT\ntensor_shape {}", "step"),
+        ("Internal", "Cannot parse tensor from proto", None),
         ("OutOfRange", "End of sequence", None),
         ("MemoryError", "host", None),
         ("RuntimeError", "OOM when allocating", None),

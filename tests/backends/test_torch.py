@@ -12,6 +12,7 @@ from here import only, out_of_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import oomproof
 from oomproof import backends
 
 pytestmark = only("torch", because="graphs of Python objects")
@@ -249,3 +250,57 @@ def test_a_sequential_model_that_is_built_again_is_run_by_its_new_graph():
     runner.call(keras.ops.zeros((2, 4)), training=False)
     model.add(keras.layers.Dense(5))
     assert runner.call(keras.ops.zeros((2, 4)), training=False).shape == (2, 5)
+
+
+def test_normalisers_are_counted_first_only_where_a_mask_reaches_a_loss():
+    """Counting takes a forward pass of its own. A mask that pooling has used up is no reason for one."""
+    calls = []
+
+    class Counting(keras.layers.Layer):
+        def call(self, inputs):
+            calls.append(len(inputs))
+            return inputs
+
+    def calls_of_second_step(*last):
+        words = [keras.Input((4,), dtype="int32"), keras.layers.Embedding(10, 3, mask_zero=True)]
+        model = keras.Sequential([*words, *last, Counting(), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        oomproof.guard(model, plan=oomproof.Plan(micro_batch_size=4), verbose=0)
+        x = np.arange(32).reshape(8, 4) % 10
+        y = np.zeros(model.compute_output_shape((8, 4)))
+        model.train_on_batch(x, y)
+        calls.clear()
+        model.train_on_batch(x, y)
+        return calls
+
+    assert calls_of_second_step(keras.layers.GlobalAveragePooling1D()) == [4, 4]
+    assert calls_of_second_step(keras.layers.Activation("relu")) == [4, 4, 4, 4]
+
+
+def test_a_mask_that_comes_up_later_counts_from_then_on():
+    class Sometimes(keras.layers.Layer):
+        supports_masking = True
+        on = False
+
+        def call(self, inputs):
+            return inputs
+
+        def compute_mask(self, inputs, previous_mask=None):
+            return keras.ops.any(inputs > 0.5, axis=-1) if self.on else None
+
+    def trained(guarded):
+        keras.utils.set_random_seed(1)
+        layer = Sometimes()
+        model = keras.Sequential([keras.Input((5, 3)), layer, keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        if guarded:
+            oomproof.guard(model, plan=oomproof.Plan(micro_batch_size=3), verbose=0)
+        rng = np.random.default_rng(0)
+        x, y = rng.random((8, 5, 3)).astype("float32"), rng.random((8, 5, 2)).astype("float32")
+        for on in (False, True, False, True):
+            layer.on = on
+            model.train_on_batch(x, y)
+        return model.get_weights()
+
+    for ours, keras_own in zip(trained(True), trained(False), strict=True):
+        np.testing.assert_allclose(ours, keras_own, rtol=1e-5, atol=1e-6)

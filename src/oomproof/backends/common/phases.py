@@ -46,15 +46,23 @@ class Phases:
             `"sum"`, in the order the layers add them: while training and otherwise.
         open_size: Whether Keras would have traced with the batch size left open though it is known here. Keras
             weights the losses of several outputs by the batch size where it knows it.
+        nothing_to_count: Filled with the phases, training or not, in which no normaliser of a loss depended on more
+            than the number of samples: another time they need not be counted first.
     """
 
     def __init__(
-        self, model: Any, engine: Engine, added_losses: Mapping[bool, Sequence[str]], open_size: bool = False
+        self,
+        model: Any,
+        engine: Engine,
+        added_losses: Mapping[bool, Sequence[str]],
+        open_size: bool = False,
+        nothing_to_count: set[bool] | None = None,
     ) -> None:
         self.model = model
         self.engine = engine
         self.added_losses = added_losses
         self.open_size = open_size
+        self._nothing_to_count = set[bool]() if nothing_to_count is None else nothing_to_count
 
     # Whole batches
 
@@ -101,8 +109,9 @@ class Phases:
         """Gradients and logs of a batch computed in `count` pieces. Runs inside a scope."""
         if losses_stream(self.model):
             with contextlib.suppress(_MixingOutputsError):
+                counted = may_mask(self.model, data) and training not in self._nothing_to_count
                 try:
-                    return self._stream(data, count, training, may_mask(self.model, data))
+                    return self._stream(data, count, training, counted)
                 except losses.UncountedNormaliserError:
                     return self._stream(data, count, training, counted=True)
         return self._gather(data, count, training)
@@ -114,6 +123,9 @@ class Phases:
         by_pieces = metrics_stream(model)
         carried = self._carried()
         totals = self._normalisers(data, count, batch_size, training, carried) if counted else []
+        if counted:
+            # A mask that pooling has used up reaches no loss. Where it does after all, that is found out.
+            (self._nothing_to_count.discard if totals else self._nothing_to_count.add)(training)
         predictions, written = Predictions(), Written()
 
         def piece(start: Any, size: Any, state: list[Any]) -> Outcome:

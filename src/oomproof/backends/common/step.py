@@ -53,6 +53,7 @@ class ModelStep:
         self._examined = False
         self._added_losses: dict[bool, tuple[str, ...]] = {True: (), False: ()}
         self._odd_losses: set[str] = set()
+        self._nothing_to_count: set[bool] = set()
 
     @property
     def recompute(self) -> tuple[str, ...]:
@@ -76,7 +77,7 @@ class ModelStep:
             return function(*arguments)
 
     def _phases(self) -> Phases:
-        return Phases(self.model, self.engine, self._added_losses)
+        return Phases(self.model, self.engine, self._added_losses, nothing_to_count=self._nothing_to_count)
 
     # What a batch is
 

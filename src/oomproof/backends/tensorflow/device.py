@@ -24,6 +24,8 @@ _OTHER_RESOURCES = re.compile(
     r"no space left|disk quota|too many open files|file descriptor|received message larger|quota exceeded",
     re.IGNORECASE,
 )
+# What a graph says that has no room left for one of its constants. TensorFlow made that graph itself, so it is whole.
+_NO_ROOM_FOR_CONSTANT = "Cannot parse tensor from proto"
 # XLA asks for all temporaries of a program at once, so the request is what the program needs.
 _XLA_REQUEST = re.compile(r"out of memory (?:while )?trying to allocate (\d+) ?bytes", re.IGNORECASE)
 
@@ -57,11 +59,11 @@ class TensorFlowMemory:
         forget_last_error()
 
     def shortage(self, error: BaseException) -> Shortage | None:
-        kinds = (tf.errors.ResourceExhaustedError, tf.errors.InternalError, tf.errors.UnknownError)
-        if not isinstance(error, kinds):
-            return None
         text = str(error)
-        if not _OUT_OF_MEMORY.search(text) or _OTHER_RESOURCES.search(text):
+        kinds = (tf.errors.ResourceExhaustedError, tf.errors.InternalError, tf.errors.UnknownError)
+        found = isinstance(error, kinds) and _OUT_OF_MEMORY.search(text) and not _OTHER_RESOURCES.search(text)
+        constant = isinstance(error, tf.errors.InvalidArgumentError) and _NO_ROOM_FOR_CONSTANT in text
+        if not found and not constant:
             return None
         asked = _XLA_REQUEST.search(text)
         return Shortage(
