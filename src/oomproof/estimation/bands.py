@@ -2,8 +2,9 @@
 
 The confidence is the share of the runs of benchmarks/estimate whose peak, measured on a GPU, was not above `high`, both
 halves: benchmarks/results/estimate-trace.json, estimate-compile-jax.json (compiled without a GPU) and, where it was all
-of 12 and a thirteenth is taken for one that was not, estimate-probe-torch-gpu.json. It is `None` where there are too
-few of them, and what stands here is then a guess from the few figures that are known.
+of them and one more is taken for one that was not, estimate-probe-torch-cap-gpu.json (the step itself does not fit).
+Where the step itself was run they are estimate-probe-torch-gpu.json and estimate-probe-tensorflow-graph-gpu.json. It is
+`None` where there are too few of them, and what stands here is then a guess from the few figures that are known.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _BANDS = {
     ("trace", "jax", "compiled"): Band(0.08, 0.10, 0.62),
     ("trace", "tensorflow", "compiled"): Band(0.20, 0.25),
     ("trace", "tensorflow", "graph"): Band(0.12, 0.15, 0.92),
-    ("trace", "torch", "eager"): Band(0.05, 0.10, 0.84),
+    ("trace", "torch", "eager"): Band(0.05, 0.10, 0.96),
 }
 _UNKNOWN = Band(0.2, 0.3)
 # Steps differ a little from one another.
-_MEASURED = Band(0.02, 0.02)
+_MEASURED = Band(0.02, 0.02, 0.96)
 
 
 def band_of(engine: str, backend: str, mode: str, measured: bool = False) -> Band:
