@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 import textwrap
+import types
 
 import keras
 import numpy as np
@@ -12,7 +13,10 @@ from here import BACKEND
 from keras import layers
 
 import oomproof
-from oomproof import backends, cli
+from oomproof import backends, cli, devices
+from oomproof.estimation import estimator
+from oomproof.estimation.engines import Answer
+from oomproof.records import Device
 from oomproof.tracing import Compiled, Workspace
 
 MIB = 2**20
@@ -265,6 +269,40 @@ def test_not_a_model_and_not_compiled():
     with pytest.raises(ValueError, match="not compiled"):
         oomproof.estimate(plain, 4)
     assert oomproof.estimate(plain, 4, phase="predict", engine="trace").expected > 0
+
+
+# What was measured, and what there is
+
+
+@pytest.mark.parametrize(("measured", "fits"), [(True, True), (False, False)])
+def test_a_step_that_went_through_fits_however_little_it_left(monkeypatch, measured, fits):
+    limit = oomproof.estimate(conv_net(), 8, memory="4GiB", engine="trace").limit
+
+    def answer(question):
+        trace = question.backend.trace(question.model, question.workload)
+        # On JAX the batch to come is put on the device, too.
+        room = limit - 2 * MIB
+        return Answer(trace, peak=room, measured=measured)
+
+    monkeypatch.setattr(estimator, "engine_for", lambda name, question: ("probe", types.SimpleNamespace(answer=answer)))
+    found = oomproof.estimate(conv_net(), 8, memory="4GiB", engine="probe")
+    assert found.expected < limit
+    assert found.fits == fits
+    assert (found.high <= limit) == fits
+
+
+def test_the_card_at_hand_may_have_less_than_others_of_its_kind():
+    card = devices.find("t4")
+    usable = card.usable(BACKEND)
+
+    def limit(at_hand, here=True):
+        memory = types.SimpleNamespace(describe=lambda: Device("GPU:0", at_hand, True))
+        return estimator._limit(card, types.SimpleNamespace(name=BACKEND, memory=lambda: memory), here=here)
+
+    assert limit(usable // 2) == usable // 2
+    assert limit(2 * usable) == usable
+    assert limit(None) == usable
+    assert limit(usable // 2, here=False) == usable
 
 
 # The largest batch
