@@ -8,6 +8,7 @@ bytes that are asked for, and of the peak that the allocator reports, which coun
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -35,7 +36,8 @@ def main() -> None:
     rows = []
     for name in names:
         found = measured.traced(name)
-        asked, reported = measured.peak(found)[0], replay(found).peak
+        # The child has made one region for everything, as on a GPU, where a CPU takes a new one whenever it needs more.
+        asked, reported = measured.peak(found)[0], replay(dataclasses.replace(found, allocator="bfc")).peak
         errors = {"asked_for": asked / real[name]["asked for"] - 1, "reported": reported / real[name]["peak"] - 1}
         rows.append({"model": name, "measured": real[name], "error": errors})
     summary = {
