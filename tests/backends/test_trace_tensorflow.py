@@ -65,7 +65,7 @@ def test_peaks_are_those_of_real_steps():
     real = json.loads(done.stdout.splitlines()[-1])
     traces = {name: traced(name) for name in names}
     asked = {name: peak(found)[0] / real[name]["asked for"] - 1 for name, found in traces.items()}
-    # The allocator's own figure counts blocks, whose sizes depend on everything that happened before. The child has made
+    # The allocator's own figure counts blocks, whose sizes depend on everything that happened before. The child made
     # one region for everything, as on a GPU, where a CPU takes a new one whenever it needs more.
     regions = {name: dataclasses.replace(found, allocator="bfc") for name, found in traces.items()}
     taken = {name: replay(found).peak / real[name]["peak"] - 1 for name, found in regions.items()}
