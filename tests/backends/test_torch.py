@@ -172,15 +172,28 @@ def test_the_step_of_a_guarded_model_is_traced_without_garbage():
     assert waits(guarded=True) < waits(guarded=False)
 
 
-def test_an_lstms_backward_pass_takes_room_in_single_precision():
-    def temporary(policy):
-        layer = keras.layers.LSTM(32, return_sequences=True, dtype=policy)
+def test_what_cudnn_works_in_for_recurrent_layers_is_as_it_was_seen():
+    def temporary(layer, policy):
+        layer = layer(32, return_sequences=True, dtype=policy)
         model = keras.Sequential([keras.Input((8, 16)), layer, keras.layers.GlobalAveragePooling1D()])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return max(b.size for b in traced(model, (64, 8, 16)).buffers if b.category == "temporary" and b.start >= 0)
 
-    assert temporary("float32") >= 5 * 64 * 8 * 32 * 4
-    assert temporary("mixed_float16") < 5 * 64 * 8 * 32 * 2
+    # In single precision for each time step of a sample, in half precision for each unit of those, and 8 MiB.
+    assert temporary(keras.layers.LSTM, "float32") == 2700 * 64 * 8 * 4 + 8 * 2**20
+    assert temporary(keras.layers.GRU, "mixed_float16") == 6 * 64 * 8 * 32 * 2 + 8 * 2**20
+
+
+def test_what_cudnn_keeps_of_recurrent_layers_is_as_it_was_seen():
+    def kept(layer):
+        recurrent = layer(32, return_sequences=True, name="recurrent")
+        model = keras.Sequential([keras.Input((8, 16)), recurrent, keras.layers.GlobalAveragePooling1D()])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        buffers = traced(model, (64, 8, 16)).buffers
+        return max(b.size for b in buffers if b.category == "activations" and b.layer.startswith("recurrent"))
+
+    assert kept(keras.layers.LSTM) == 5 * 64 * 8 * 32 * 4
+    assert kept(keras.layers.GRU) == 6 * 64 * 8 * 32 * 4
 
 
 def test_models_trained_side_by_side_put_kerass_walks_back():
