@@ -224,14 +224,19 @@ def images_decoded_and_cached(folder: pathlib.Path) -> Iterator[Any]:
     yield images.cache().shuffle(500).batch(50).prefetch(AUTOTUNE)
 
 
+def _records(folder: pathlib.Path, count: int, floats: int) -> list[str]:
+    """Eight files of so many records of so many numbers."""
+    files = [str(folder / f"{index}.tfrecord") for index in range(8)]
+    for file in files:
+        with tf.io.TFRecordWriter(file) as writer:
+            for _ in range(count):
+                writer.write(np.ones(floats, np.float32).tobytes())
+    return files
+
+
 @pipeline
 def records_interleaved(folder: pathlib.Path) -> Iterator[Any]:
-    files = []
-    for index in range(8):
-        files.append(str(folder / f"{index}.tfrecord"))
-        with tf.io.TFRecordWriter(files[-1]) as writer:
-            for _ in range(100):
-                writer.write(np.ones(150_000, np.float32).tobytes())
+    files = _records(folder, 100, 150_000)
     yield
     records = Dataset.from_tensor_slices(files).interleave(tf.data.TFRecordDataset, cycle_length=4)
     images = records.map(lambda text: tf.reshape(tf.io.decode_raw(text, tf.float32), [150_000]))
@@ -240,12 +245,7 @@ def records_interleaved(folder: pathlib.Path) -> Iterator[Any]:
 
 @pipeline
 def records_interleaved_in_parallel(folder: pathlib.Path) -> Iterator[Any]:
-    files = []
-    for index in range(8):
-        files.append(str(folder / f"{index}.tfrecord"))
-        with tf.io.TFRecordWriter(files[-1]) as writer:
-            for _ in range(40):
-                writer.write(np.ones(750_000, np.float32).tobytes())
+    files = _records(folder, 40, 750_000)
     yield
     records = Dataset.from_tensor_slices(files).interleave(
         tf.data.TFRecordDataset, cycle_length=4, num_parallel_calls=4, deterministic=True

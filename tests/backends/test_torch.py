@@ -317,3 +317,15 @@ def test_a_mask_that_comes_up_later_counts_from_then_on():
 
     for ours, keras_own in zip(trained(True), trained(False), strict=True):
         np.testing.assert_allclose(ours, keras_own, rtol=1e-5, atol=1e-6)
+
+
+def test_an_estimate_of_pieces_is_of_what_guard_runs():
+    """Keras holds the results of all layers through the forward pass, whether the backward pass needs them or not."""
+    inputs = x = keras.Input((256,))
+    for _ in range(6):
+        x = keras.layers.Add()([keras.layers.Dense(256)(x), x])
+    model = keras.Model(inputs, keras.layers.Dense(4)(x))
+    model.compile("sgd", "mse")
+    plain = oomproof.estimate(model, 8192, memory="8GiB", engine="trace").expected
+    pieces = oomproof.estimate(model, 16384, micro_batch_size=8192, memory="8GiB", engine="trace").expected
+    assert pieces < 0.8 * plain

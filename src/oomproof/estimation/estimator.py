@@ -88,7 +88,9 @@ def estimate(
         compiled = is_compiled(model, backend) if jit is None else jit
         workload = describe(model, size, phase, compiled, target, input_shape)
         if phase == "train":
-            workload = dataclasses.replace(workload, recompute=tuple(recompute))
+            # Pieces and recomputation are what `guard` runs.
+            as_guarded = pieces or bool(recompute)
+            workload = dataclasses.replace(workload, recompute=tuple(recompute), guarded=as_guarded)
         question = Question(backend, model, workload, card)
         name, module = engine_for(engine, question)
         answer: Answer = module.answer(question)
