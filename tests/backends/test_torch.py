@@ -258,11 +258,21 @@ def test_a_model_is_as_it_was_after_a_call():
 
 
 def test_a_sequential_model_that_is_built_again_is_run_by_its_new_graph():
+    ours = []
+
+    class Looks(keras.layers.Layer):
+        def call(self, inputs):
+            # While the model is built again there is no graph.
+            ours.append(model._functional is not None and "_run_through_graph" in vars(model._functional))
+            return inputs
+
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     runner = engine(model)
     runner.call(keras.ops.zeros((2, 4)), training=False)
-    model.add(keras.layers.Dense(5))
-    assert runner.call(keras.ops.zeros((2, 4)), training=False).shape == (2, 5)
+    model.add(Looks())
+    ours.clear()
+    assert runner.call(keras.ops.zeros((2, 4)), training=False).shape == (2, 3)
+    assert ours == [True]
 
 
 def test_normalisers_are_counted_first_only_where_a_mask_reaches_a_loss():
