@@ -293,6 +293,7 @@ def _train(name: str, limit: int, device: str, jit: str, folder: str) -> dict[st
         "refused_before_they_ran": refused,
         "ooms": run.ooms,
         "peak": run.peak,
+        "reserved": _reserved(backend),
         "difference": max((float(np.abs(a - b).max()) for a, b in pairs if a.size), default=None),
         "exact": not run.plan.caveats,
         "micro_batch_size": run.plan.micro_batch_size,
@@ -301,6 +302,15 @@ def _train(name: str, limit: int, device: str, jit: str, folder: str) -> dict[st
         "events": [event.message for event in run.events],
         "seconds": time.perf_counter() - began,
     }
+
+
+def _reserved(backend: str) -> int | None:
+    """Bytes that torch's allocator took from the card, at most."""
+    if backend != "torch":
+        return None
+    import torch
+
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
 
 
 if __name__ == "__main__":

@@ -213,6 +213,8 @@ class Driver:
         if batch.phase == "train" and not self._plans:
             plan = self._plan_ahead(batch)
             if plan is not None and plan is not self.settings.start:
+                # One step is no reason to know better. What its update takes hides what larger pieces would.
+                self._sizing["train"].may_grow = False
                 self._note_plan(batch, "plan", plan, batch.size, self._gauge.free())
                 self._verify(batch, plan)
         if self._pieces(batch) > 1:

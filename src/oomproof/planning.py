@@ -28,8 +28,8 @@ _EVERY_NUMBER = 64
 # Where the estimate and the sum of the parts differ by more, the parts miss the moment of the peak.
 _FAR_OFF = 4
 _ROWS = 12
-# What recomputing everything adds to the time the host takes: on torch, nearly as much as was there.
-_STARTED_AGAIN = 0.9
+# What recomputing everything adds to the time the host takes: on torch, two thirds of what was there.
+_STARTED_AGAIN = 0.66
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Way:
         forward_share: Time of its forward pass, as a share of its plain step's.
         host: Time the host takes to start everything in a plain step, as a multiple of the device's; 0 where nothing
             is started one by one.
+        run_cost: Time to begin a run of stretches again, as a share of that of its plain step's forward pass.
         equal_pieces_only: Whether numbers of pieces are powers of two.
         adds_up: Whether the gradients of a piece are made beside the sum over pieces, not in it.
         batch_on_device: Whether the whole batch stays on the device while its pieces run.
@@ -62,6 +63,7 @@ class Way:
     piece_cost: float
     forward_share: float = 1 / 3
     host: float = 0.0
+    run_cost: float = 0.0
     equal_pieces_only: bool = False
     adds_up: bool = True
     batch_on_device: bool = True
@@ -101,9 +103,14 @@ def predict(way: Way, micro: int, batch_size: int, runs: remat.Runs = ()) -> int
     return piece.predicted(remat.peak(piece.stretches, runs))
 
 
+def least(way: Way, batch_size: int) -> int:
+    """Bytes that the update takes, with its new values beside the old ones, however the step is run."""
+    return _Piece.of(way, batch_size, batch_size).least
+
+
 def time_of(way: Way, pieces: int, runs: remat.Runs = ()) -> float:
     """Time of a step, as a multiple of the plain step of the user's own way."""
-    recomputed = sum(way.chain.stretches[at].cost for run in runs for at in range(*run))
+    recomputed = sum(way.chain.stretches[at].cost for run in runs for at in range(*run)) + way.run_cost * len(runs)
     device = 1 + way.forward_share * recomputed + way.piece_cost * (pieces - 1)
     # Pieces are smaller, but there is as much to start in each.
     host = way.host * pieces * (1 + _STARTED_AGAIN * recomputed)
@@ -275,7 +282,7 @@ def _recomputing(request: Request, way: Way, sizes: Sequence[int], plain: int | 
         if time_of(way, pieces) >= bound:
             return best  # More pieces take longer, so what is left cannot be faster.
         piece = _Piece.of(way, micro, request.batch_size)
-        runs = remat.choose(piece.stretches, piece.room(request.most))
+        runs = remat.choose(piece.stretches, piece.room(request.most), way.run_cost)
         if runs and time_of(way, pieces, runs) < bound:
             best, bound = (micro, runs), time_of(way, pieces, runs)
     if best is None and (runs := remat.least(_Piece.of(way, sizes[-1], request.batch_size).stretches)):

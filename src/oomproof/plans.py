@@ -12,20 +12,20 @@ import keras
 from keras import tree
 from keras.src import backend as keras_backend
 
-from oomproof import devices, plan_cache, planning
+from oomproof import devices, plan_cache, plan_looks, planning
 from oomproof.backends import current
 from oomproof.backends.base import Backend, DeviceMemory
 from oomproof.backends.common.calls import graphs
 from oomproof.backends.common.model import statistics_caveat, unpack
 from oomproof.backends.common.precision import computed_in
 from oomproof.errors import CannotFitError
-from oomproof.estimation.allocator import goes_through, replay
+from oomproof.estimation.allocator import replay
 from oomproof.estimation.bands import band_of
 from oomproof.estimation.chain import chain_of
 from oomproof.estimation.estimator import card_of, check_model, is_compiled, mode_of
 from oomproof.estimation.workloads import InputShape, check_batch_size, describe, with_next_batch
 from oomproof.records import Device, Plan
-from oomproof.tracing import Chain, Spec, Target, Workload
+from oomproof.tracing import Chain, Spec, Target, Trace, Workload
 from oomproof.units import parse_budget, tensor_bytes
 
 logger = logging.getLogger("oomproof")
@@ -44,10 +44,13 @@ _PIECE_COST = {
     ("torch", "eager"): 0.02,
 }
 _USUAL_PIECE_COST = 0.10
-# Seconds the host takes for a layer, forward and back, where kernels are started one by one; and how fast cards are
-# next to the one that costs are for, by compute capability. From six nets on one H200; the other cards are guesses.
-_SECONDS_TO_START = 0.0006
-_SPEEDS = {(9, 0): 3.5, (8, 9): 1.5, (8, 6): 1.0, (8, 0): 2.0, (7, 5): 0.5}
+# Seconds the host takes for a layer, forward and back, where kernels are started one by one; how many layers could be
+# computed again in the time that it takes to begin a run; and how fast cards are next to the one that costs are for, by
+# compute capability. Fitted to 40 plans of four nets on one H200, whose times come out 12 % off in the root mean square
+# (benchmarks/results/plan-times-gpu-torch-fit.json); the other cards are guesses.
+_SECONDS_TO_START = 0.00046
+_LAYERS_TO_BEGIN = 5.4
+_SPEEDS = {(9, 0): 4.4, (8, 9): 1.9, (8, 6): 1.25, (8, 0): 2.5, (7, 5): 0.6}
 # Guesses, on the slow side: on a conv net XLA took less than a quarter of the time of graph mode.
 _SPEED_OF_XLA = 0.4
 _SPEED_OF_MIXED_PRECISION = 0.6
@@ -58,11 +61,6 @@ _SAME_LOSS = 0.05
 _HARDLY = 1.03
 # By how much less than estimated a step may need at best.
 _HOPEFUL = 0.7
-# What torch takes from the card beside what a trace shows: library handles, and what only a first step makes.
-_BEYOND_TRACE = 1.04
-# How often a plan is looked at in that way, and by how much the margin is raised each time it does not go through.
-_LOOKS = 3
-_MORE_CAUTION = 1.07
 # Below this share of the limit, by a rough upper bound, nobody needs a plan.
 _PLENTY = 0.5
 
@@ -184,16 +182,18 @@ class Planner:
             return known
         if self._ways is None or self._ways[0] != workload:
             self._ways = workload, list(self._all_ways(workload))
-        mode = mode_of(self._backend, workload.jit, self._model)
         request = planning.Request(
             batch_size=_samples(workload),
             limit=limit,
-            margin=(1 + band_of("trace", self._backend.name, mode).above) * caution,
+            margin=self._margin(workload) * caution,
             allowed=self._levers,
             caveats=statistics_caveat(self._model),
             micro_batch_size=self._micro,
         )
-        found = self._unbroken(self._fastest(request, self._ways[1]), request, workload)
+        if self._is_looked_at(workload) and caution >= 1:
+            found = self._looked_at(request, workload, caution)
+        else:
+            found = self._fastest(request, self._ways[1])
         self._keys[found] = key
         if self._cache:
             plan_cache.remember(key, found)
@@ -207,24 +207,36 @@ class Planner:
         lean = [dataclasses.replace(way, commit=0) for way in ways]
         return dataclasses.replace(planning.make(request, lean), lean_commit=True)
 
-    def _unbroken(self, found: Plan, request: planning.Request, workload: Workload) -> Plan:
-        """On torch free memory lies in blocks between those in use. How much of it is of no use, a trace shows."""
-        same = found.micro_batch_size is None and not found.recompute
-        if self._backend.name != "torch" or not workload.target.gpu or same or found.precision is not None:
-            return found
+    def _margin(self, workload: Workload) -> float:
+        if self._is_looked_at(workload):
+            return plan_looks.MARGIN
+        mode = mode_of(self._backend, workload.jit, self._model)
+        return 1 + band_of("trace", self._backend.name, mode).above
+
+    def _is_looked_at(self, workload: Workload) -> bool:
+        """Whether traces are of this very step: on torch, where it runs op by op and the GPU's allocator is known."""
+        return self._backend.name == "torch" and workload.target.gpu and not workload.jit
+
+    def _looked_at(self, request: planning.Request, workload: Workload, caution: float) -> Plan:
         assert self._ways is not None
-        for _ in range(_LOOKS):
-            size = found.micro_batch_size or request.batch_size
-            x, y = tree.map_structure(lambda spec: _first(spec, size), (workload.x, workload.y))  # noqa: B023
-            step = dataclasses.replace(workload, x=x, y=y, recompute=found.recompute)
-            if goes_through(self._backend.trace(self._model, step), int(request.limit / _BEYOND_TRACE)):
-                break
-            request = dataclasses.replace(request, margin=request.margin * _MORE_CAUTION)
-            try:
-                found = self._fastest(request, self._ways[1])
-            except CannotFitError:
-                break
-        return found
+        ways = self._ways[1]
+        # Weights and their optimizer are the same in all ways.
+        least = planning.least(ways[0], request.batch_size)
+        return plan_looks.looked_at(
+            request.margin,
+            request.limit / caution,
+            fastest=lambda margin: self._fastest(dataclasses.replace(request, margin=margin), ways),
+            trace_of=lambda plan: self._trace_of(plan, workload),
+            least_of=lambda plan: 0 if plan.lean_commit else least,
+        )
+
+    def _trace_of(self, plan: Plan, workload: Workload) -> Trace:
+        size = plan.micro_batch_size or _samples(workload)
+        x, y = tree.map_structure(lambda spec: _first(spec, size), (workload.x, workload.y))
+        pieces = plan.micro_batch_size is not None
+        step = dataclasses.replace(workload, x=x, y=y, recompute=plan.recompute, later_piece=pieces)
+        with computed_in(self._model, plan.precision):
+            return self._backend.trace(self._model, step)
 
     def propose(self, data: Any, device: Device, limit: int, caution: float) -> Plan | None:
         """A plan for this very batch, or `None` where nothing can be said about it, or nothing fits by the estimate.
@@ -274,10 +286,8 @@ class Planner:
         except CannotFitError:
             return self.make(workload, limit, _HOPEFUL)
         if found.caveats:
-            mode = mode_of(self._backend, workload.jit, self._model)
-            margin = 1 + band_of("trace", self._backend.name, mode).above
             with contextlib.suppress(CannotFitError):
-                exact = self.make(workload, limit, caution / margin * _HARDLY)
+                exact = self.make(workload, limit, caution / self._margin(workload) * _HARDLY)
                 return found if exact.caveats else exact
         return found
 
@@ -348,6 +358,7 @@ class Planner:
             trace = with_next_batch(backend.trace(model, workload), workload, _samples(workload), backend)
             chain = chain_of(model, workload, trace, replay(trace).peak, backend)
         mode = mode_of(backend, workload.jit, model)
+        host = _host_share(chain, workload) if mode == "eager" else 0.0
         return planning.Way(
             jit=workload.jit,
             own=own,
@@ -356,7 +367,9 @@ class Planner:
             chain=chain,
             speed=speed,
             piece_cost=_PIECE_COST.get((backend.name, mode), _USUAL_PIECE_COST),
-            host=_host_share(chain, workload) if mode == "eager" else 0.0,
+            host=host,
+            # The more the device is waited for, the less it matters.
+            run_cost=_LAYERS_TO_BEGIN / max(1, chain.calls) * host / (1 + host),
             equal_pieces_only=workload.jit and backend.name != "torch",
             adds_up=backend.name != "torch",
             batch_on_device=backend.name != "torch",

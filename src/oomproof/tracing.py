@@ -15,7 +15,7 @@ Category = Literal["weights", "gradients", "optimizer", "activations", "input", 
 Stage = Literal["forward", "backward", "update"]
 # How memory is handed out: TensorFlow's and JAX's allocator op by op, the same in regions that are made as they are
 # needed (TensorFlow's on a CPU), one program planned by XLA, torch's allocator.
-Allocator = Literal["bfc", "bfc-growing", "xla", "caching"]
+Allocator = Literal["bfc", "bfc-growing", "xla", "caching", "expandable"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class Workload:
         target: Where it is to run.
         recompute: Stretches of the model that are computed again in the backward pass, as in `Plan.recompute`.
         guarded: Whether it is the step as `guard` runs it, which lets go of some things sooner than Keras's own.
+        later_piece: Whether it is a piece of a batch, with the gradients of others there already.
     """
 
     x: Any
@@ -60,6 +61,7 @@ class Workload:
     target: Target = Target()
     recompute: tuple[str, ...] = ()
     guarded: bool = False
+    later_piece: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import pytest
 from here import BACKEND, only
 
 import oomproof
-from oomproof import backends, plan_cache, plans
+from oomproof import backends, plan_cache, plan_looks
 from oomproof.backends.fake import FakeMemory
 from oomproof.plans import Planner
 
@@ -378,9 +378,9 @@ def test_a_plan_that_its_trace_does_not_go_through_with_is_made_with_more_cautio
         limits.append(limit)
         return next(answers)
 
-    monkeypatch.setattr(plans, "goes_through", lambda trace, limit: True)
+    monkeypatch.setattr(plan_looks, "goes_through", lambda trace, limit: True)
     bold = oomproof.plan(a_model(), 1024, budget=budget, cache=False)
-    monkeypatch.setattr(plans, "goes_through", goes_through)
+    monkeypatch.setattr(plan_looks, "goes_through", goes_through)
     careful = oomproof.plan(a_model(), 1024, budget=budget, cache=False)
     assert len(limits) == 3
     assert 0.9 * budget < limits[0] < budget
@@ -390,6 +390,15 @@ def test_a_plan_that_its_trace_does_not_go_through_with_is_made_with_more_cautio
 @only("torch", because="an allocator whose free memory lies in pieces")
 def test_a_plan_is_looked_at_a_few_times_and_no_more(monkeypatch):
     looks = []
-    monkeypatch.setattr(plans, "goes_through", lambda trace, limit: bool(looks.append(limit)))
+    monkeypatch.setattr(plan_looks, "goes_through", lambda trace, limit: bool(looks.append(limit)))
     assert oomproof.plan(a_model(), 1024, budget=int(peak() * 0.6), cache=False).predicted
     assert len(looks) == 3
+
+
+@only("torch", because="an allocator whose free memory lies in pieces")
+def test_a_plan_says_what_its_own_trace_does():
+    plan = oomproof.plan(a_model(), 1024, budget=int(peak() * 0.4), cache=False)
+    pieces = {"micro_batch_size": plan.micro_batch_size, "recompute": plan.recompute, "engine": "trace"}
+    traced = oomproof.estimate(a_model(), 1024, memory="16GiB", **pieces)
+    assert plan.predicted == pytest.approx(traced.expected, rel=0.02)
+    assert [row.predicted for row in plan.alternatives if row.taken] == [plan.predicted]

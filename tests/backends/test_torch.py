@@ -339,3 +339,51 @@ def test_an_estimate_of_pieces_is_of_what_guard_runs():
     plain = oomproof.estimate(model, 8192, memory="8GiB", engine="trace").expected
     pieces = oomproof.estimate(model, 16384, micro_batch_size=8192, memory="8GiB", engine="trace").expected
     assert pieces < 0.8 * plain
+
+
+# Segments of the GPU's allocator
+
+
+@pytest.mark.parametrize(
+    ("said", "grow"),
+    [
+        ({}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, False),
+    ],
+)
+def test_what_the_user_said_about_segments_stands(said, grow, monkeypatch):
+    import torch
+
+    from oomproof.backends.torch import segments
+
+    told = []
+    for name in segments._SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
+    segments._switch_on.cache_clear()
+    segments.let_grow()
+    segments.let_grow()
+    assert segments.grow() is grow
+    own = "expandable" in str(said) or "backend" in str(said)
+    assert told == ([] if own else [",".join([*said.values(), "expandable_segments:True"])])
+
+
+def test_a_torch_that_cannot_be_told_is_left_alone(monkeypatch):
+    import torch
+
+    from oomproof.backends.torch import segments
+
+    def refuse(settings):
+        raise RuntimeError("not on this platform")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse, raising=False)
+    segments._switch_on.cache_clear()
+    segments.let_grow()
+    segments._switch_on.cache_clear()

@@ -1,5 +1,6 @@
 """Steps traced with fake tensors, against what real steps on the CPU allocate."""
 
+import dataclasses
 import resource
 import statistics
 
@@ -253,6 +254,20 @@ def test_nothing_large_is_allocated():
 def test_compiled_steps_come_with_a_note():
     assert "torch.compile" in traced(compiled(table), jit=True).notes[0]
     assert traced(compiled(table)).notes == ()
+
+
+def test_recomputation_is_traced_on_a_machine_with_a_gpu_as_on_one_without(monkeypatch):
+    model = compiled(lambda: keras.Sequential([keras.Input((8,)), *(layers.Dense(8, name=f"d{i}") for i in range(4))]))
+    import torch
+
+    from oomproof.backends.torch.trace import trace
+
+    step = dataclasses.replace(workload(model, target=Target(True, (8, 0))), recompute=("d0..d1",))
+    without = peak(trace(model, step))
+    # There torch would look after the random state of a device that tensors of a trace are not on.
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.zeros(16))
+    assert peak(trace(model, step)) == without
 
 
 def test_bad_input():

@@ -1,7 +1,6 @@
 """Runs what is measured on a GPU side by side where only memory counts, and alone where time does.
 
-    python tests/gpu/conduct.py kernels OUT --seconds 690 --alone 0,385 --ready FILE
-    python tests/gpu/conduct.py plans OUT --seconds 950 --alone 0,270 --ready FILE
+    python tests/gpu/conduct.py plans OUT --seconds 900 --alone 120,420 --ready FILE
 
 The jobs of each program are listed below, most wanted first. Those that count memory run together as far as cores and
 card allow; between the two seconds of --alone those that take times run one after another; then the rest goes on.
@@ -72,8 +71,7 @@ def plan_times(backend: str, limit: int, more: str) -> Job:
 
 # The one with the smallest grid first: what it leaves goes to the others.
 TIMED = "--models residual_batchnorm,plain_cnn,encoder,vision_transformer"
-LARGEST = "python benchmarks/largest.py"
-SOME = "--models encoder,residual_batchnorm,mlp,plain_cnn --shares 0.5,0.25"
+LARGEST = "python benchmarks/largest.py --resume $O/largest-seed.jsonl --out $O/largest.jsonl"
 
 
 def kernels(backend: str, seconds: int, parts: int = 1) -> tuple[Job, ...]:
@@ -85,30 +83,16 @@ def kernels(backend: str, seconds: int, parts: int = 1) -> tuple[Job, ...]:
 
 
 PROGRAMS = {
-    "kernels": (
-        plan_times("torch", 385, f"--total-s 365 {TIMED} --shares 0.5,0.25 --levels 2 --micros 1,2,4,8 --steps 5"),
-        *kernels("torch", 70),
-        *kernels("jax", 140, 3),
-        *kernels("tensorflow", 110),
-        score("probe", "torch", 250),
-        collect("torch", 3, 0.2, 280, "--max-batch --memory 8GiB"),
-        score("probe", "tensorflow-graph", 250),
-        plans("torch", 4, 330, card=40),
-        collect("tensorflow-graph", 3, 0.2, 280, "--max-batch --memory 8GiB"),
-        score("probe", "torch", 250, "--cap 0.75"),
-        collect("tensorflow-xla", 3, 0.2, 300),
-    ),
     "plans": (
-        plan_times("torch", 270, f"--total-s 250 {TIMED} --shares 0.5,0.25 --levels 2 --micros 1,2,4 --steps 5"),
-        plans("torch", 5, 500, card=50),
-        score("probe", "torch", 300, "--largest"),
+        plans("torch", 6, 150, card=CARD),
+        plan_times("torch", 240, f"--total-s 215 {TIMED} --levels 2 --micros 1,2,4 --steps 5"),
+        step("recompute-torch", "torch", 40, "--parts recompute-transformer --shares 0.3,0.25,0.2"),
+        plans("jax", 4, 480, "--resume $O/plans-jax-known.jsonl --shares 0.75", card=30),
+        plans("tensorflow", 2, 450, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla", 20),
+        collect("jax", 3, 0.2, 450),
         score("probe", "tensorflow-graph", 400),
-        plans("jax", 4, 600, card=30),
-        score("probe", "torch", 250),
+        Job("largest", "torch", f"{LARGEST} --total-s 430 --jobs 3", 450, 3, 30),
         collect("tensorflow-graph", 3, 0.2, 300, "--max-batch --memory 8GiB"),
-        Job("largest", "torch", f"{LARGEST} --total-s 270 --jobs 3 --out $O/largest.jsonl", 290, 3, 30),
-        plans("tensorflow", 2, 300, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla", 20),
-        score("compile", "jax", 250),
     ),
 }
 

@@ -98,7 +98,7 @@ def test_torch_gives_no_block_of_one_pool_to_the_other():
     assert heap.reserved == 32 * MIB
 
 
-@pytest.mark.parametrize("allocator", ["bfc", "bfc-growing", "xla", "caching"])
+@pytest.mark.parametrize("allocator", ["bfc", "bfc-growing", "xla", "caching", "expandable"])
 def test_the_moment_of_the_peak(allocator):
     trace = traced(allocator, 3, (4 * MIB, -1, 3), (8 * MIB, 0, 1), (16 * MIB, 1, 2))
     found = replay(trace)
@@ -126,7 +126,7 @@ spans = st.lists(
 )
 
 
-@given(spans, st.sampled_from(["bfc", "xla", "caching"]))
+@given(spans, st.sampled_from(["bfc", "xla", "caching", "expandable"]))
 def test_what_holds_whatever_is_asked_for(spans, allocator):
     found = replay(traced(allocator, 31, *spans))
     live = [sum(size for size, start, end in spans if start <= op <= end) for op in range(31)]
@@ -180,9 +180,24 @@ def test_torch_cannot_use_what_is_free_beside_what_is_used():
     assert goes_through(step, 120 * MIB)
 
 
+def test_segments_that_grow_lend_what_is_free_between_blocks():
+    # The same as above: the free part of the first segment is given back page by page.
+    step = traced("expandable", 3, (60 * MIB, 0, 0), (20 * MIB, 1, 2), (60 * MIB, 2, 2))
+    assert replay(step).peak == 80 * MIB
+    assert goes_through(step, 80 * MIB)
+    assert not goes_through(step, 79 * MIB)
+
+
+def test_a_page_is_taken_whole():
+    step = traced("expandable", 1, (21 * MIB, 0, 0), (512, 0, 0))
+    assert replay(step).reserved == 40 * MIB + 2 * MIB
+    assert not goes_through(step, 41 * MIB)
+
+
+@pytest.mark.parametrize("allocator", ["caching", "expandable"])
 @given(st.lists(st.tuples(st.integers(1, 50 * MIB), st.integers(0, 5), st.integers(0, 5)), max_size=8))
-def test_what_goes_through_without_a_limit_goes_through_with_all_that_it_took(spans):
-    step = traced("caching", 6, *[(size, min(a, b), max(a, b)) for size, a, b in spans])
+def test_what_goes_through_without_a_limit_goes_through_with_all_that_it_took(allocator, spans):
+    step = traced(allocator, 6, *[(size, min(a, b), max(a, b)) for size, a, b in spans])
     took = replay(step)
     assert goes_through(step, took.reserved)
     assert not spans or not goes_through(step, took.peak - 1)

@@ -66,6 +66,17 @@ def test_a_plan_is_made_before_the_first_step_and_nothing_fails():
     assert (plan.micro_batch_size, plan.recompute, plan.predicted, plan.segments) == (64, ("a..b",), 900, 3)
 
 
+def test_its_pieces_stay_as_they_are_in_the_epoch_it_was_made_in():
+    # There is room for four times as many samples.
+    driver = driver_with(Proposals(planned(micro_batch_size=64)), 1000, slope=2)
+    for _ in range(3):
+        driver.run("train", BATCH)
+    assert [pieces for _, _, pieces in driver.step.done] == [4, 4, 4]
+    driver.begin_epoch(1)
+    driver.run("train", BATCH)
+    assert driver.step.done[-1][2] == 1
+
+
 def test_it_is_told_what_there_is_for_the_model_and_the_step():
     proposals = Proposals(None)
     driver_with(proposals, 1000, resident=200, slope=1).run("train", BATCH)

@@ -34,7 +34,7 @@ BELOW_TRAINING = (
         "loops",
     }
     | {"doctor"}
-    | {"plan_cache", "plans"}
+    | {"plan_cache", "plan_looks", "plans"}
 )
 
 # Which of our rooms a room may import, besides itself. A room is a module or a package of src/oomproof; where two
@@ -69,7 +69,8 @@ MAY_IMPORT = {
     "probing": FOUNDATION | {"step", "step.recover", "backends", "batches", "gauge", "journal"},
     "driver": FOUNDATION | {"step", "step.recover", "backends", "batches", "gauge", "journal", "probing", "refusals"},
     "plan_cache": FOUNDATION | {"backends"},
-    "plans": FOUNDATION | {"devices", "backends", "estimation", "planning", "plan_cache"},
+    "plan_looks": FOUNDATION | {"estimation"},
+    "plans": FOUNDATION | {"devices", "backends", "estimation", "planning", "plan_cache", "plan_looks"},
     "verification": BELOW_TRAINING,
     "loops": BELOW_TRAINING,
     "training": BELOW_TRAINING,

@@ -136,8 +136,8 @@ def test_a_host_that_starts_everything_one_by_one_starts_it_for_each_piece_again
     slow = dataclasses.replace(OWN, host=1.0)
     assert planning.time_of(slow, 1) == pytest.approx(1.0)
     assert planning.time_of(slow, 2) == pytest.approx(math.hypot(1.04, 2) / math.sqrt(2))
-    # Recomputing three of nine stretches: a ninth on the device, nearly a third on the host.
-    assert planning.time_of(slow, 1, ((0, 3),)) == pytest.approx(math.hypot(1 + 1 / 9, 1.3) / math.sqrt(2))
+    # Recomputing three of nine stretches: a ninth on the device, two ninths on the host.
+    assert planning.time_of(slow, 1, ((0, 3),)) == pytest.approx(math.hypot(1 + 1 / 9, 1.22) / math.sqrt(2))
     # So much that it is quicker to recompute than to cut, where it was quicker to cut.
     for way, cut in ((OWN, True), (slow, False)):
         chosen = planning.make(asked(8), [way])
@@ -270,6 +270,7 @@ def random_ways(rng: random.Random) -> list[Way]:
             speed=1.0 if way.own else rng.choice([0.5, 0.8, 0.97, 1.25]),
             piece_cost=rng.choice([0.0, 1 / 64, 1 / 16, 1 / 8]),
             host=rng.choice([0.0, 0.0, 0.5, 2.0]),
+            run_cost=rng.choice([0.0, 1 / 64, 1 / 8]),
             forward_share=rng.choice([1 / 4, 1.0]),
             equal_pieces_only=rng.random() < 0.3,
             adds_up=rng.random() < 0.5,

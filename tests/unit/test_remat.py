@@ -87,9 +87,9 @@ def simulated_peak(stretches: Sequence[Stretch], runs: Runs) -> int:
     return max(moments)
 
 
-def preference(stretches: Sequence[Stretch], runs: Runs) -> tuple[float, int, int]:
+def preference(stretches: Sequence[Stretch], runs: Runs, run_cost: float = 0.0) -> tuple[float, int, int]:
     recomputed = [at for run in runs for at in range(*run)]
-    return sum(stretches[at].cost for at in recomputed), len(runs), len(recomputed)
+    return sum(stretches[at].cost for at in recomputed) + run_cost * len(runs), len(runs), len(recomputed)
 
 
 @settings(max_examples=300, deadline=None)
@@ -100,18 +100,19 @@ def test_the_peak_is_the_largest_of_all_moments(stretches):
 
 
 @settings(max_examples=600, deadline=None)
-@given(stretches=chains(), share=st.floats(0, 1))
-def test_the_choice_is_the_best_of_all(stretches, share):
+@given(stretches=chains(), share=st.floats(0, 1), run_cost=st.sampled_from([0.0, 1 / 64, 1 / 4]))
+def test_the_choice_is_the_best_of_all(stretches, share, run_cost):
     peaks = {runs: remat.peak(stretches, runs) for runs in all_runs(stretches)}
     lowest, highest = min(peaks.values()), max(peaks.values())
     room = int(lowest - 3 + share * (highest - lowest + 6))
     fitting = [runs for runs, peak in peaks.items() if peak <= room]
-    chosen = remat.choose(stretches, room)
+    chosen = remat.choose(stretches, room, run_cost)
     if not fitting:
         assert chosen is None
     else:
         assert peaks[chosen] <= room
-        assert preference(stretches, chosen) == min(preference(stretches, runs) for runs in fitting)
+        best = min(preference(stretches, runs, run_cost) for runs in fitting)
+        assert preference(stretches, chosen, run_cost) == best
 
 
 @settings(max_examples=200, deadline=None)

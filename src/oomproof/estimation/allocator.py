@@ -1,7 +1,7 @@
 """A traced step replayed through the allocator that would run it: what is in use, and when it is most.
 
-Three sets of rules: TensorFlow's and JAX's allocator (BFC), torch's caching allocator, and XLA's plan, which puts
-everything temporary into one block.
+Three sets of rules: TensorFlow's and JAX's allocator (BFC), torch's caching allocator with segments that are fixed or
+grow, and XLA's plan, which puts everything temporary into one block.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def replay(trace: Trace) -> Replay:
 def goes_through(trace: Trace, limit: int) -> bool:
     """Whether torch's allocator, with so many bytes, has room for each allocation of a step when it comes."""
     try:
-        _one_by_one(trace, Heap(RULES["caching"], limit))
+        _one_by_one(trace, Heap(RULES[trace.allocator], limit))
     except _FullError:
         return False
     return True
@@ -67,6 +67,7 @@ class Rules:
         splits: Whether of a block of the first size, asked for the second, the rest is kept apart.
         grows: Whether the first segment is as large as `segment` says, and each after it twice as large as the last,
             or as often twice as a request needs.
+        page: Of segments without end, by pool: in which units memory is taken for the parts that are used.
     """
 
     unit: int
@@ -74,6 +75,7 @@ class Rules:
     pool: Callable[[int], int]
     splits: Callable[[int, int], bool]
     grows: bool = False
+    page: Callable[[int], int] | None = None
 
 
 # One region from the start, that nothing is too large for. A block that is not split counts as used whole.
@@ -92,6 +94,13 @@ RULES = {
         segment=lambda size: 2 * _MIB if size <= _MIB else 20 * _MIB if size < 10 * _MIB else _up(size, 2 * _MIB),
         pool=lambda size: int(size > _MIB),
         splits=lambda block, size: block - size >= 512 if size <= _MIB else block - size > _MIB,
+    ),
+    "expandable": Rules(
+        unit=512,
+        segment=lambda size: ENDLESS,
+        pool=lambda size: int(size > _MIB),
+        splits=lambda block, size: block - size >= 512,
+        page=lambda pool: (20 if pool else 2) * _MIB,
     ),
 }
 
@@ -129,6 +138,8 @@ class Heap:
         self.in_use = 0
         # Of each segment, what was taken from the device; of the endless one, how far it was ever used.
         self._taken: dict[int, int] = {}
+        # Of each page that was taken: its size, and how many blocks in use touch it.
+        self._pages: dict[tuple[int, int], list[int]] = {}
         # The free blocks of each pool, by size and age.
         self._free: dict[int, list[tuple[int, int, _Block]]] = {}
         self._count = 0
@@ -137,7 +148,7 @@ class Heap:
     @property
     def reserved(self) -> int:
         """Bytes taken from the device."""
-        return sum(self._taken.values())
+        return sum(self._taken.values()) + sum(size for size, _ in self._pages.values())
 
     def take(self, size: int) -> _Block:
         size = _up(max(1, size), self.rules.unit)
@@ -153,11 +164,17 @@ class Heap:
         if self.rules.splits(block.size, size):
             self._split(block, size)
         self.in_use += block.size
-        self._taken[block.segment] = max(self._taken[block.segment], block.start + block.size)
+        if self.rules.page is not None:
+            self._take_pages(block)
+        else:
+            self._taken[block.segment] = max(self._taken[block.segment], block.start + block.size)
         return block
 
     def give(self, block: _Block) -> None:
         self.in_use -= block.size
+        if self.rules.page is not None:
+            for page in self._pages_of(block):
+                self._pages[page][1] -= 1
         if block.after is not None and block.after.free:
             self._merge(block, block.after)
         if block.before is not None and block.before.free:
@@ -176,8 +193,23 @@ class Heap:
         self._next = found if found > planned else 2 * found
         return found
 
+    def _pages_of(self, block: _Block) -> list[tuple[int, int]]:
+        assert self.rules.page is not None
+        size = self.rules.page(block.pool)
+        return [(block.segment, at) for at in range(block.start // size, -(-(block.start + block.size) // size))]
+
+    def _take_pages(self, block: _Block) -> None:
+        assert self.rules.page is not None
+        before = len(self._pages)
+        for page in self._pages_of(block):
+            self._pages.setdefault(page, [self.rules.page(block.pool), 0])[1] += 1
+        if self._limit is not None and len(self._pages) > before and self.reserved > self._limit:
+            self._pages = {page: taken for page, taken in self._pages.items() if taken[1]}
+            if self.reserved > self._limit:
+                raise _FullError
+
     def _new_segment(self, size: int, pool: int) -> None:
-        if self._limit is not None and self.reserved + size > self._limit:
+        if self._limit is not None and size != ENDLESS and self.reserved + size > self._limit:
             self._give_back()
             if self.reserved + size > self._limit:
                 raise _FullError

@@ -90,7 +90,7 @@ def estimate(
         if phase == "train":
             # Pieces and recomputation are what `guard` runs.
             as_guarded = pieces or bool(recompute)
-            workload = dataclasses.replace(workload, recompute=tuple(recompute), guarded=as_guarded)
+            workload = dataclasses.replace(workload, recompute=tuple(recompute), guarded=as_guarded, later_piece=pieces)
         question = Question(backend, model, workload, card)
         name, module = engine_for(engine, question)
         answer: Answer = module.answer(question)

@@ -70,7 +70,7 @@ def peak(stretches: Sequence[Stretch], runs: Runs) -> int:
     return most
 
 
-def choose(stretches: Sequence[Stretch], room: int) -> Runs | None:
+def choose(stretches: Sequence[Stretch], room: int, run_cost: float = 0.0) -> Runs | None:
     """The runs to recompute so that the backward pass stays within `room` bytes, at the least cost of time.
 
     Of runs that cost the same, the fewest, then the shortest. With more than a few dozen stretches only the likeliest
@@ -79,6 +79,7 @@ def choose(stretches: Sequence[Stretch], room: int) -> Runs | None:
     Args:
         stretches: In the order of the forward pass.
         room: Bytes for all that `peak` counts.
+        run_cost: What it costs to begin a run, as a share of the forward pass.
 
     Returns:
         `(start, end)` of each run, in order, or `None` when nothing fits.
@@ -87,7 +88,7 @@ def choose(stretches: Sequence[Stretch], room: int) -> Runs | None:
         return ()
     if not stretches or _needed_anyway(stretches) > room:
         return None
-    search = _Search(stretches, room)
+    search = _Search(stretches, room, run_cost)
     front = max(2, _STATES // len(stretches) ** 2)
     # What is dearer than needed is most of the search. A bound that turns out too low was found out quickly.
     needed = search.promised(0, _State(0, 0, None, None), room)
@@ -141,11 +142,11 @@ def share(size: int, samples: int, of: int) -> int:
 class _Search:
     """Ways through a chain of stretches, block by block, that stay within `most` bytes."""
 
-    def __init__(self, stretches: Sequence[Stretch], most: int) -> None:
+    def __init__(self, stretches: Sequence[Stretch], most: int, run_cost: float = 0.0) -> None:
         behind = _sums_behind([stretch.gradients for stretch in stretches])
         self.starting = [[_kept(stretches, at, behind)] for at in range(len(stretches))]
         for end in range(1, len(stretches) + 1):
-            for run in _runs_to(stretches, end, behind):
+            for run in _runs_to(stretches, end, behind, run_cost):
                 if run.needs <= most:
                     self.starting[run.start].append(run)
         self.to_come = _sums_behind([stretch.kept for stretch in stretches])
@@ -241,13 +242,14 @@ def _needed_anyway(stretches: Sequence[Stretch]) -> int:
     return max(_kept(stretches, at, behind).needs for at in range(len(stretches)))
 
 
-def _runs_to(stretches: Sequence[Stretch], end: int, behind: Sequence[int]) -> Iterator[_Block]:
+def _runs_to(stretches: Sequence[Stretch], end: int, behind: Sequence[int], run_cost: float = 0.0) -> Iterator[_Block]:
     """Every run that ends there, the shortest first.
 
     What was made again is let go of as the backward pass of the run goes on, so each of its stretches has a moment.
     """
     graph, _, _ = stretches[end - 1].last.rpartition("/")
-    keeps = needs = cost = 0
+    keeps = needs = 0
+    cost = round(run_cost * _TICKS) * _TICK + _RUN
     for start in range(end - 1, -1, -1):
         stretch = stretches[start]
         if not stretch.recomputable or not _is_part_of(graph, stretch):
@@ -257,7 +259,7 @@ def _runs_to(stretches: Sequence[Stretch], end: int, behind: Sequence[int]) -> I
         keeps += crossing
         needs = max(stretch.kept, crossing) + max(needs, stretch.work + behind[start])
         cost += round(stretch.cost * _TICKS) * _TICK + _STRETCH
-        yield _Block(start, end, keeps, needs, cost + _RUN)
+        yield _Block(start, end, keeps, needs, cost)
 
 
 def _is_part_of(graph: str, stretch: Stretch) -> bool:

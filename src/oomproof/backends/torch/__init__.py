@@ -21,6 +21,7 @@ from oomproof.backends.common.model import check_has_no_own_step, layers
 from oomproof.backends.common.recompute import recomputing
 from oomproof.backends.common.seam import FUNCTIONS, batch_size_of, pulled, put_in_place, samples_in, taken_away
 from oomproof.backends.common.stretches import labels
+from oomproof.backends.torch import segments
 from oomproof.backends.torch.device import TorchMemory
 from oomproof.backends.torch.engine import TorchEngine, take
 from oomproof.backends.torch.gradients import full_batch_gradients
@@ -60,6 +61,7 @@ class TorchBackend:
         return recomputing(model, stretches, TorchEngine(model))
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
+        segments.let_grow()
         if model.steps_per_execution > 1:
             # Keras has its own error for that, and raises it where it finds no function.
             self.uninstall(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 
 import torch
@@ -11,6 +10,7 @@ from keras.src.backend.torch.core import get_device
 
 from oomproof.backends.base import MemoryUse, Shortage
 from oomproof.backends.common.errors import forget_last_error, without_frames
+from oomproof.backends.torch import segments
 from oomproof.backends.torch.commit import failed_in_commit
 from oomproof.records import Device
 
@@ -68,13 +68,15 @@ class TorchMemory:
     def _limit(self) -> int:
         """What torch's allocator can get: the free part of the card and what it has taken, up to the share it may have.
 
-        What other processes hold is not counted, nor is the context, which lies outside of the allocator.
+        What other processes hold is not counted, nor is the context, which lies outside of the allocator, nor are pages
+        that are used in part.
         """
         assert self._runtime is not None
         free, total = self._runtime.mem_get_info(self._index)
         limit = free + self._runtime.memory_reserved(self._index)
         share = getattr(self._runtime, "get_per_process_memory_fraction", None)
-        return min(limit, int(share(self._index) * total)) if share is not None else int(limit)
+        limit = min(limit, int(share(self._index) * total)) if share is not None else int(limit)
+        return limit - segments.IN_PART if segments.grow() else limit
 
     def usage(self) -> MemoryUse | None:
         if self._runtime is None:
@@ -158,8 +160,7 @@ def _telling_line(text: str) -> str:
 def _is_fragmented(text: str) -> bool:
     """Whether there was memory enough, in pieces that were too small."""
     asked, unused = _bytes(_ASKED.search(text)), _bytes(_UNUSED.search(text))
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    return asked is not None and unused is not None and unused >= asked and _EXPANDABLE not in settings
+    return asked is not None and unused is not None and unused >= asked and not segments.grow()
 
 
 def _bytes(found: re.Match[str] | None) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from keras import tree
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.torch.core import convert_to_tensor, get_device
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from oomproof.backends.common.calls import graph_of
@@ -65,17 +66,22 @@ class TorchEngine:
 
     @staticmethod
     def flat(structure: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        # By torch's own means: Keras's take several times as long, and each stretch needs this three times.
         # Only its shape is kept: a structure would hold its tensors, and what holds them may be part of their graph.
-        shape = tree.map_structure(lambda _: None, structure)
-        return tree.flatten(structure), functools.partial(tree.pack_sequence_as, shape)
+        leaves, shape = tree_flatten(structure)
+        return leaves, lambda leaves: tree_unflatten(leaves, shape)
 
     def recomputed(self, function: Callable[..., list[Any]], tensors: list[Any]) -> list[Any]:
         def contexts() -> tuple[Any, Any]:
             return contextlib.nullcontext(), _computed_again(self.outside.modules())
 
+        # In a trace nothing is drawn, and torch looks for random states on devices that its tensors are not on.
+        traced = torch._guards.detect_fake_mode(tensors) is not None
         # It would stop early by raising an error through Keras, which makes other errors of those that pass.
         with set_checkpoint_early_stop(False):
-            results: list[Any] = checkpoint(function, *tensors, use_reentrant=False, context_fn=contexts)
+            results: list[Any] = checkpoint(
+                function, *tensors, use_reentrant=False, context_fn=contexts, preserve_rng_state=not traced
+            )
         return results
 
     def run(self, compute: Compute, inputs: Sequence[Any] = ()) -> list[Any]:

@@ -2,7 +2,7 @@
 
 torch runs op by op and frees what nobody refers to any more, so a run without data allocates and frees in the order in
 which a real one does. It is the second step that is traced: Keras keeps the gradients of the one before through the
-forward pass.
+forward pass. `guard` does not, unless they are those of other pieces of the batch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from keras.src.backend.torch.core import device_scope, to_torch_dtype
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomproof.backends.common.model import check_has_no_own_step, layers
+from oomproof.backends.torch import segments
 from oomproof.backends.torch.as_on_gpu import on_gpu, unseeded
 from oomproof.backends.torch.engine import TorchEngine
 from oomproof.backends.torch.garbage import collecting_by_hand
@@ -23,7 +24,7 @@ from oomproof.backends.torch.recording import Recorder
 from oomproof.backends.torch.stand_ins import stand_ins
 from oomproof.backends.torch.trees import without_cycles
 from oomproof.backends.torch.workspaces import Workspaces
-from oomproof.tracing import Spec, Target, Trace, Workload
+from oomproof.tracing import Allocator, Spec, Target, Trace, Workload
 
 _COMPILED = (
     "The step was traced op by op. torch.compile fuses ops and may keep less between the passes, which is not modelled."
@@ -57,10 +58,12 @@ def trace(model: Any, workload: Workload) -> Trace:
         again = TorchEngine(model).rewired(workload.recompute) if as_guarded else contextlib.nullcontext()
         tidy = without_cycles() if as_guarded else contextlib.nullcontext()
         with _place(workload.target, recorder), recorder, again, tidy:
-            _run_twice(model, workload, data, recorder)
+            alone = as_guarded and workload.phase == "train" and not workload.later_piece
+            (_run_once if alone else _run_twice)(model, workload, data, recorder)
             ops, buffers = recorder.finish()
     notes = (_COMPILED,) if workload.jit else ()
-    return Trace("caching", ops, (*buffers, *workspaces.lasting(len(ops))), notes)
+    allocator: Allocator = "expandable" if as_guarded and segments.grow() else "caching"
+    return Trace(allocator, ops, (*buffers, *workspaces.lasting(len(ops))), notes)
 
 
 def _check(model: Any, workload: Workload) -> None:
@@ -92,6 +95,17 @@ def _empty(spec: Spec | None) -> Any:
 
 def _place(target: Target, recorder: Recorder) -> contextlib.AbstractContextManager[Any]:
     return on_gpu(target, recorder) if target.gpu else device_scope("cpu")
+
+
+def _run_once(model: Any, workload: Workload, data: Any, recorder: Recorder) -> None:
+    """Runs a training step as if others had been before that left nothing behind but the optimizer's slots."""
+    model.train(True)
+    with torch.enable_grad(), unseeded():
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        recorder.begin()
+        model.train_step(data)
+        _name_state(model, recorder)
 
 
 def _run_twice(model: Any, workload: Workload, data: Any, recorder: Recorder) -> None:

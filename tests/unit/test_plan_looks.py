@@ -1,0 +1,110 @@
+"""Plans that are looked at: which one is taken when its own trace says more, or less, than was predicted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomproof import plan_looks
+from oomproof.errors import CannotFitError
+from oomproof.records import Alternative, Plan
+from oomproof.tracing import Buffer, Op, Trace
+
+GIB = 2**30
+LIMIT = 10 * GIB
+ROOM = LIMIT / plan_looks._BEYOND_TRACE
+PAGE = 20 * 2**20
+
+
+class Planner:
+    """Plans that are predicted to take all that the margin leaves, and take `off` times that.
+
+    The more of the limit a plan may take the faster it is: its pieces are as many samples as it takes MiB.
+    """
+
+    def __init__(self, off, least_margin=0.0, grain=1):
+        self.off, self.least_margin, self.grain = off, least_margin, grain
+        self.looks = []
+
+    def fastest(self, margin):
+        if margin > 2:
+            raise CannotFitError("too much")
+        predicted = int(LIMIT / max(margin, self.least_margin)) // self.grain * self.grain
+        row = Alternative("some", predicted, 1.0, True, True, "")
+        return Plan(micro_batch_size=predicted // 2**20, predicted=predicted, alternatives=(row,))
+
+    def trace_of(self, plan):
+        self.looks.append(plan)
+        size = int(plan.predicted * self.off)
+        return Trace("expandable", (Op("op", "forward", ""),), (Buffer(size, 0, 0, "temporary", ""),))
+
+    def make(self, least=0):
+        return plan_looks.looked_at(plan_looks.MARGIN, LIMIT, self.fastest, self.trace_of, lambda plan: least)
+
+
+def test_a_plan_that_fills_the_room_is_taken_at_once():
+    planner = Planner(off=1.0)
+    plan = planner.make()
+    assert len(planner.looks) == 1
+    assert plan.micro_batch_size == planner.looks[0].micro_batch_size
+
+
+def test_where_it_takes_less_than_predicted_a_faster_one_is_found():
+    planner = Planner(off=0.8)
+    plan = planner.make()
+    assert len(planner.looks) == 2
+    assert plan_looks._FULL * ROOM < plan.predicted <= ROOM
+    # What is said is what was seen, in the table, too.
+    assert plan.predicted == pytest.approx(0.8 * planner.looks[-1].predicted, rel=1e-6)
+    assert [row.predicted for row in plan.alternatives] == [plan.predicted]
+
+
+def test_where_it_takes_more_one_is_found_that_goes_through():
+    planner = Planner(off=1.3)
+    plan = planner.make()
+    assert len(planner.looks) == 2
+    assert plan.predicted <= ROOM
+
+
+def test_between_one_that_goes_through_and_one_that_does_not_the_middle_is_looked_at():
+    # The first leaves room, the next is too bold by what sizes come in.
+    planner = Planner(off=0.9)
+    planner.fastest = lambda margin: Planner.fastest(planner, margin if margin > 1 else margin * 0.9)
+    plan = planner.make()
+    first, bold, last = (look.predicted * 0.9 for look in planner.looks)
+    assert first < last < bold
+    assert plan.predicted == pytest.approx(last if last <= ROOM else first, rel=1e-6)
+
+
+def test_the_same_plan_is_not_looked_at_twice():
+    planner = Planner(off=0.5, least_margin=1.0)
+    planner.fastest = lambda margin: Planner.fastest(planner, 1.1)
+    planner.make()
+    assert len(planner.looks) == 1
+
+
+def test_where_nothing_else_fits_the_last_plan_is_tried_all_the_same():
+    planner = Planner(off=3.0)
+    plan = planner.make()
+    assert len(planner.looks) == 1
+    assert plan == planner.looks[0]
+
+
+def test_what_a_plan_takes_anyway_counts():
+    planner = Planner(off=0.5)
+    plan = planner.make(least=int(0.99 * ROOM))
+    assert len(planner.looks) == 1
+    assert plan.predicted == int(0.99 * ROOM)
+
+
+@given(off=st.floats(0.5, 1.5), grain=st.integers(1, 3 * GIB))
+def test_what_was_seen_to_go_through_is_what_is_taken(off, grain):
+    planner = Planner(off, grain=grain)
+    plan = planner.make()
+    assert len(planner.looks) <= 3
+    taken = [look.predicted * off for look in planner.looks]
+    # Pages are taken whole.
+    fitting = [size for size in taken if -(-size // PAGE) * PAGE <= ROOM]
+    if fitting:
+        assert plan.predicted == pytest.approx(max(fitting), rel=1e-6)
