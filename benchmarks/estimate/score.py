@@ -114,7 +114,9 @@ def answers(stack: str, runs: list[dict[str, Any]], options: argparse.Namespace)
 
 def asked(stack: str, runs: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Id → what is said of the run, from one process after another on one stack."""
-    found: dict[str, dict[str, Any]] = {}
+    told = read(options.said) if options.said else []
+    found: dict[str, dict[str, Any]] = {said.pop("id"): said for said in told}
+    found = {run["id"]: found[run["id"]] for run in runs if "failed" not in found.get(run["id"], {"failed": 1})}
     command = [sys.executable, __file__, "--child", "--engine", options.engine, "--gpu", options.gpu]
     command += ["--limit-s", str(options.limit_s), "--scale", str(options.scale)]
     variables = os.environ | {"KERAS_BACKEND": stack.split("-")[0], "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -137,6 +139,9 @@ def asked(stack: str, runs: list[dict[str, Any]], options: argparse.Namespace) -
             for line in process.stdout:
                 if line.startswith(MARK):
                     said = json.loads(line.removeprefix(MARK))
+                    if options.said:
+                        with options.said.open("a") as file:
+                            file.write(json.dumps(said) + "\n")
                     found[said.pop("id")] = said
         if len(found) == known:
             sys.exit(f"The process for {stack} ended before its first case, with status {process.returncode}.")
@@ -211,6 +216,7 @@ def main() -> None:
     parser.add_argument("--largest", action="store_true", help="score the largest batches instead of the peaks")
     parser.add_argument("--truth", type=pathlib.Path, default=TRUTH)
     parser.add_argument("--cap", type=float, default=None, help="the part of a measured peak a process may use")
+    parser.add_argument("--said", type=pathlib.Path, help="keeps what is said as it comes; what is in it is not asked")
     parser.add_argument("--limit-s", type=int, default=600, help="for one run")
     parser.add_argument("--name", default=None, help="name of the result; estimate-ENGINE otherwise")
     parser.add_argument("--scale", type=float, default=1.0, help="shrinks the models: for smoke tests only")

@@ -136,7 +136,7 @@ def test_frozen_layers_take_no_gradients():
     model.compile("adam", "mse")
     frozen = oomproof.estimate(model, 4, engine="trace")
     assert frozen.by_category.get("optimizer", 0) < 0.05 * trained.by_category["optimizer"]
-    assert frozen.expected < 0.6 * trained.expected
+    assert frozen.expected < 0.65 * trained.expected
 
 
 def test_evaluation_and_prediction_take_less():
@@ -165,8 +165,8 @@ def test_gradients_of_pieces_are_added_up_somewhere():
     model = wide_net("sgd")
     piece = oomproof.estimate(model, 8, engine="trace")
     pieces = oomproof.estimate(model, 64, micro_batch_size=8, engine="trace")
-    if BACKEND == "torch":  # Where the step has them anyway.
-        assert pieces.expected == pytest.approx(piece.expected, rel=0.02)
+    if BACKEND == "torch":  # Where the step has them anyway; what is added to them is there for a moment.
+        assert 0.98 * piece.expected <= pieces.expected < piece.expected + 1.02 * weights_of(model)
     else:
         assert pieces.expected - piece.expected > 0.9 * weights_of(model)
 

@@ -107,9 +107,13 @@ def workload(model, phase="train", target=CPU, batch=BATCH, jit=False):
 
 
 def traced(model, *args, **kwargs):
+    return traced_step(model, workload(model, *args, **kwargs))
+
+
+def traced_step(model, step):
     from oomproof.backends.torch.trace import trace
 
-    return trace(model, workload(model, *args, **kwargs))
+    return trace(model, step)
 
 
 def rounded(size):
@@ -256,18 +260,32 @@ def test_compiled_steps_come_with_a_note():
     assert traced(compiled(table)).notes == ()
 
 
+def test_gradients_of_other_pieces_are_there_all_the_time():
+    model = compiled(lambda: keras.Sequential([keras.Input((8,)), *(layers.Dense(64, name=f"d{i}") for i in range(4))]))
+    guarded = dataclasses.replace(workload(model), guarded=True)
+    alone, later = (traced_step(model, dataclasses.replace(guarded, later_piece=later)) for later in (False, True))
+    size = sum(rounded(weight.numpy().nbytes) for weight in model.trainable_weights)
+
+    def gradients(trace, op):
+        return sum(rounded(buffer.size) for buffer in at(trace, op) if buffer.category == "gradients")
+
+    # Whole, there are none in the forward pass; as a later piece, those of the pieces before, and all of them later on.
+    assert gradients(alone, 0) == 0
+    assert gradients(alone, len(alone.ops) - 1) == size
+    assert gradients(later, 0) == size
+    assert size <= max(gradients(later, op) for op in range(len(later.ops))) < 2 * size
+
+
 def test_recomputation_is_traced_on_a_machine_with_a_gpu_as_on_one_without(monkeypatch):
     model = compiled(lambda: keras.Sequential([keras.Input((8,)), *(layers.Dense(8, name=f"d{i}") for i in range(4))]))
     import torch
 
-    from oomproof.backends.torch.trace import trace
-
     step = dataclasses.replace(workload(model, target=Target(True, (8, 0))), recompute=("d0..d1",))
-    without = peak(trace(model, step))
+    without = peak(traced_step(model, step))
     # There torch would look after the random state of a device that tensors of a trace are not on.
     monkeypatch.setattr(torch.cuda, "_initialized", True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.zeros(16))
-    assert peak(trace(model, step)) == without
+    assert peak(traced_step(model, step)) == without
 
 
 def test_bad_input():

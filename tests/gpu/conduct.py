@@ -51,7 +51,7 @@ def plans(backend: str, cores: int, limit: int, more: str = "", name: str = "", 
 def score(engine: str, stack: str, limit: int, more: str = "") -> Job:
     command = f"python benchmarks/estimate/score.py --engine {engine} --gpu here --stacks {stack} --truth $O --jobs 3"
     name = f"{engine}-{stack}" + "".join(f"-{word}" for word in ("largest", "cap") if f"--{word}" in more)
-    command += f" --only scoring --name estimate-{name}-gpu {more}"
+    command += f" --only scoring --name estimate-{name}-gpu --said $O/said-{name}.jsonl {more}"
     return Job(f"score-{name}", stack.split("-")[0], command, limit, 3, 20)
 
 

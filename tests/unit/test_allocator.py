@@ -161,6 +161,15 @@ def test_what_xla_packs_never_overlaps(spans):
             assert at + a.size <= there or there + b.size <= at
 
 
+@pytest.mark.parametrize("allocator", ["bfc", "caching", "expandable"])
+def test_what_the_step_before_left_behind_is_there_until_it_is_let_go_of(allocator):
+    # Old gradients, until the second op; then new ones, until the end.
+    step = traced(allocator, 4, (60 * MIB, -1, 1), (40 * MIB, 0, 1), (60 * MIB, 2, 4), (20 * MIB, 3, 3))
+    found = replay(step)
+    assert [size // MIB for size in found.timeline] == [100, 100, 60, 80]
+    assert found.peak == 100 * MIB
+
+
 # Whether a step goes through within a limit
 
 

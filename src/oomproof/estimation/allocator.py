@@ -255,17 +255,19 @@ def _one_by_one(trace: Trace, heap: Heap) -> Replay:
     count = max(1, len(trace.ops))
     begins: list[list[int]] = [[] for _ in range(count)]
     ends: list[list[int]] = [[] for _ in range(count)]
+    # What the step before has left behind and this one lets go of, such as old gradients.
+    left_behind: list[int] = []
     for index, buffer in enumerate(trace.buffers):
-        if buffer.start < 0:
+        if buffer.start < 0 and buffer.end >= count - 1:
             heap.take(buffer.size)
-        else:
-            begins[buffer.start].append(index)
-            ends[min(buffer.end, count - 1)].append(index)
+            continue
+        (left_behind if buffer.start < 0 else begins[buffer.start]).append(index)
+        ends[min(buffer.end, count - 1)].append(index)
     timeline: list[int] = []
     # Twice: the second step finds the memory as the first one left it.
     for _ in range(2):
         timeline = []
-        blocks: dict[int, _Block] = {}
+        blocks = {index: heap.take(trace.buffers[index].size) for index in left_behind}
         for op in range(count):
             for index in begins[op]:
                 blocks[index] = heap.take(trace.buffers[index].size)

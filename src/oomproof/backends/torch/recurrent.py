@@ -1,7 +1,8 @@
 """LSTM and GRU as cuDNN runs them: one kernel for all time steps, which keeps what goes back through them in one piece.
 
 cuDNN does not say what that piece holds, nor what it works in. Both are as benchmarks/estimate/kernels.py saw them on
-an H200, on 28 layers: the first to a tenth, the second to a half.
+an H200, on 28 layers: the first to a tenth, the second to a half. And it wants time first, where Keras has it second,
+so torch copies the inputs for each pass, and the gradient by the outputs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _KEPT = {"lstm": 5, "gru": 6}
 # What each pass takes for as long as it runs: in half precision values per time step and unit, otherwise per time step,
 # and in any case some bytes for each direction.
 _HALF_WORKSPACE = 6
-_WORKSPACE = 2700
+_WORKSPACE = 2450
 _WORKSPACE_BYTES = 8 * 2**20
 
 
@@ -58,15 +59,15 @@ class _Recurrent(torch.autograd.Function):  # type: ignore[misc]
         half = inputs.dtype != torch.float32
         ctx.workspace = _HALF_WORKSPACE * outputs.numel() if half else _WORKSPACE * batch * steps
         ctx.workspace += directions * _WORKSPACE_BYTES // inputs.element_size()
-        _workspace = inputs.new_empty(ctx.workspace)
+        _workspace = inputs.new_empty(ctx.workspace + inputs.numel())
         return (outputs, *lasts)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        inputs, *rest, _outputs, packed, _reserve = ctx.saved_tensors
+        inputs, *rest, outputs, packed, _reserve = ctx.saved_tensors
         # Made in one piece like the weights, then handed out part by part.
         flat = torch.empty_like(packed)
-        _workspace = inputs.new_empty(ctx.workspace)
+        _workspace = inputs.new_empty(ctx.workspace + inputs.numel() + outputs.numel())
         gradients = []
         offset = 0
         for place, tensor in enumerate(rest):

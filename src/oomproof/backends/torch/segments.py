@@ -27,8 +27,10 @@ def grow() -> bool:
     said = _said().lower()
     if _NAME in said:
         return f"{_NAME}:true" in said.replace(" ", "")
-    # An allocator of somebody else has no segments, and drivers of Windows no pages.
-    return "backend:" not in said and sys.platform == "linux" and "microsoft" not in platform.release().lower()
+    if "backend:" in said or torch.version.hip is not None:
+        return False  # An allocator of somebody else has no segments.
+    # Drivers of Windows have no pages.
+    return sys.platform == "linux" and "microsoft" not in platform.release().lower()
 
 
 def let_grow() -> None:

@@ -8,6 +8,7 @@ forward pass. `guard` does not, unless they are those of other pieces of the bat
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from oomproof.backends.torch.recording import Recorder
 from oomproof.backends.torch.stand_ins import stand_ins
 from oomproof.backends.torch.trees import without_cycles
 from oomproof.backends.torch.workspaces import Workspaces
-from oomproof.tracing import Allocator, Spec, Target, Trace, Workload
+from oomproof.tracing import Allocator, Buffer, Spec, Target, Trace, Workload
 
 _COMPILED = (
     "The step was traced op by op. torch.compile fuses ops and may keep less between the passes, which is not modelled."
@@ -61,9 +62,18 @@ def trace(model: Any, workload: Workload) -> Trace:
             alone = as_guarded and workload.phase == "train" and not workload.later_piece
             (_run_once if alone else _run_twice)(model, workload, data, recorder)
             ops, buffers = recorder.finish()
+    if workload.later_piece:
+        buffers = tuple(_added_up(buffer, len(ops)) for buffer in buffers)
     notes = (_COMPILED,) if workload.jit else ()
     allocator: Allocator = "expandable" if as_guarded and segments.grow() else "caching"
     return Trace(allocator, ops, (*buffers, *workspaces.lasting(len(ops))), notes)
+
+
+def _added_up(buffer: Buffer, ops: int) -> Buffer:
+    """A gradient as that of a later piece: the sum is there all the time, and what is added to it for a moment."""
+    if buffer.category != "gradients":
+        return buffer
+    return dataclasses.replace(buffer, end=ops if buffer.start < 0 else min(buffer.start + 1, buffer.end))
 
 
 def _check(model: Any, workload: Workload) -> None:
