@@ -207,7 +207,7 @@ class Driver:
         if peak > 0.9 * self._gauge.limit and seconds > quickest + _STALL_SECONDS and volume > batch.unit:
             self._resize(batch, "shrink", int(volume * 0.9), needed=peak, free=self._gauge.free())
 
-    # Before a batch: start below the budget, shrink ahead of a failure, grow once an epoch
+    # Before a batch: start below the budget, shrink ahead of a failure, grow once an epoch, but not in that of a plan
 
     def _before(self, batch: Batch) -> None:
         if batch.phase == "train" and not self._plans:

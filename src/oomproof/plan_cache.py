@@ -22,6 +22,11 @@ from oomproof.tracing import Workload
 
 logger = logging.getLogger("oomproof")
 
+# How allocators and compilers are told in the environment to work in another way.
+_ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TF_GPU_ALLOCATOR", "TF_XLA_FLAGS", "XLA_FLAGS")
+# Counted up when plans are made by other rules, so that those of before are not taken for their own.
+_RULES = 2
+
 
 def folder() -> pathlib.Path:
     """Where plans are kept: `$OOMPROOF_CACHE_DIR`, or a folder of the user's cache."""
@@ -32,13 +37,14 @@ def folder() -> pathlib.Path:
 def key(backend: Backend, model: Any, workload: Workload, limit: int, *settings: Any) -> str:
     """A name for everything a plan depends on."""
     facts = {
-        "oomproof": __version__,
+        "oomproof": [__version__, _RULES],
         "backend": [backend.name, backend.versions()],
         "model": _description(model),
         "optimizer": _settings_of(model.optimizer),
         "workload": dataclasses.asdict(workload),
         "limit": limit,
         "settings": settings,
+        "environment": [os.environ.get(name) for name in _ENVIRONMENT],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

@@ -34,7 +34,7 @@ def looked_at(
     trace_of: Callable[[Plan], Trace],
     least_of: Callable[[Plan], int],
 ) -> Plan:
-    """The fastest plan that was seen to go through; if none was, the last one.
+    """The fastest plan that was seen to go through; if none was, the last that was looked at.
 
     Args:
         margin: To begin with.
@@ -47,11 +47,12 @@ def looked_at(
     found, seen = fastest(margin), list[Plan]()
     # The least margin of a plan that goes through, and the largest of one that does not.
     safe = bold = None
-    for _ in range(_LOOKS):
+    peak = 0
+    for look in range(_LOOKS):
         trace = trace_of(found)
         peak = max(replay(trace).peak, least_of(found))
         fill = peak / (_WANTED * room)
-        if goes_through(trace, int(room)):
+        if peak <= room and goes_through(trace, int(room)):
             seen.append(_as_seen(found, peak))
             safe = margin
             if peak > _FULL * room:
@@ -60,6 +61,8 @@ def looked_at(
         else:
             bold = margin
             margin = math.sqrt(safe * bold) if safe else bold * max(fill, _MORE_CAUTION)
+        if look == _LOOKS - 1:
+            break
         try:
             other = fastest(margin)
         except CannotFitError:
@@ -67,7 +70,8 @@ def looked_at(
         if any(_same(other, plan) for plan in (found, *seen)):
             break
         found = other
-    return seen[-1] if seen else found
+    # Where none goes through, the last is tried all the same, and says what it takes.
+    return seen[-1] if seen else _as_seen(found, peak)
 
 
 def _as_seen(plan: Plan, peak: int) -> Plan:

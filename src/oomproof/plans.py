@@ -285,7 +285,8 @@ class Planner:
             found = self.make(workload, limit, caution)
         except CannotFitError:
             return self.make(workload, limit, _HOPEFUL)
-        if found.caveats:
+        # What was looked at was seen to fit, or not to.
+        if found.caveats and not self._is_looked_at(workload):
             with contextlib.suppress(CannotFitError):
                 exact = self.make(workload, limit, caution / self._margin(workload) * _HARDLY)
                 return found if exact.caveats else exact

@@ -144,6 +144,9 @@ def test_a_plan_is_remembered(monkeypatch, tmp_path):
             oomproof.plan(a_model(blocks=5), 1024, budget=budget)
         with pytest.raises(pytest.fail.Exception):
             oomproof.plan(a_model(), 1024, budget=budget, cache=False)
+        patch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+        with pytest.raises(pytest.fail.Exception):
+            oomproof.plan(a_model(), 1024, budget=budget)
     assert plan_cache.forget() == 1
     assert plan_cache.forget() == 0
 

@@ -274,6 +274,21 @@ def test_gradients_of_other_pieces_are_there_all_the_time():
     assert gradients(alone, len(alone.ops) - 1) == size
     assert gradients(later, 0) == size
     assert size <= max(gradients(later, op) for op in range(len(later.ops))) < 2 * size
+    # All of them belong to somebody.
+    for trace in (alone, later):
+        assert {b.layer for b in trace.buffers if b.category == "gradients"} == {f"d{i}" for i in range(4)}
+
+
+def test_gradients_of_a_layer_that_is_called_twice_are_added_up_before_they_join_the_others():
+    def build():
+        inputs, shared = keras.Input((64,)), layers.Dense(64, name="shared")
+        return keras.Model(inputs, shared(layers.Dense(64, name="between")(shared(inputs))))
+
+    model = compiled(build)
+    trace = traced_step(model, dataclasses.replace(workload(model), guarded=True, later_piece=True))
+    moments = {b.layer: b.end - b.start for b in trace.buffers if b.category == "gradients" and b.start >= 0}
+    assert moments["between"] == 1
+    assert moments["shared"] > 3
 
 
 def test_recomputation_is_traced_on_a_machine_with_a_gpu_as_on_one_without(monkeypatch):

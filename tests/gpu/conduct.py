@@ -55,10 +55,6 @@ def score(engine: str, stack: str, limit: int, more: str = "") -> Job:
     return Job(f"score-{name}", stack.split("-")[0], command, limit, 3, 20)
 
 
-def oom(name: str, backend: str, limit: int, more: str) -> Job:
-    return Job(f"oom-{name}", backend, f"python tests/gpu/real_oom.py --out $O/real_oom_{name}.json {more}", limit)
-
-
 def step(name: str, backend: str, limit: int, more: str) -> Job:
     command = f"python benchmarks/step.py --device gpu --name step-gpu-{name} {more}"
     return Job(f"step-{name}", backend, command, limit, alone=True)
@@ -72,14 +68,6 @@ def plan_times(backend: str, limit: int, more: str) -> Job:
 # The one with the smallest grid first: what it leaves goes to the others.
 TIMED = "--models residual_batchnorm,plain_cnn,encoder,vision_transformer"
 LARGEST = "python benchmarks/largest.py --resume $O/largest-seed.jsonl --out $O/largest.jsonl"
-
-
-def kernels(backend: str, seconds: int, parts: int = 1) -> tuple[Job, ...]:
-    def job(part: int) -> Job:
-        command = f"python benchmarks/estimate/kernels.py --seconds {seconds} --part {part}/{parts} --out $O"
-        return Job(f"kernels-{backend}-{part}", backend, command, seconds + 20, card=12)
-
-    return tuple(map(job, range(parts)))
 
 
 PROGRAMS = {

@@ -88,7 +88,10 @@ def test_where_nothing_else_fits_the_last_plan_is_tried_all_the_same():
     planner = Planner(off=3.0)
     plan = planner.make()
     assert len(planner.looks) == 1
-    assert plan == planner.looks[0]
+    assert plan.micro_batch_size == planner.looks[0].micro_batch_size
+    # And says that it will not.
+    assert plan.predicted == pytest.approx(3.0 * planner.looks[0].predicted, rel=1e-2)
+    assert plan.predicted > LIMIT
 
 
 def test_what_a_plan_takes_anyway_counts():
@@ -96,6 +99,20 @@ def test_what_a_plan_takes_anyway_counts():
     plan = planner.make(least=int(0.99 * ROOM))
     assert len(planner.looks) == 1
     assert plan.predicted == int(0.99 * ROOM)
+
+
+def test_a_plan_that_takes_too_much_anyway_is_not_seen_to_fit():
+    planner = Planner(off=0.7)
+    first = planner.fastest(plan_looks.MARGIN).micro_batch_size
+    plan = plan_looks.looked_at(
+        plan_looks.MARGIN,
+        LIMIT,
+        planner.fastest,
+        planner.trace_of,
+        lambda plan: 0 if plan.micro_batch_size == first else int(1.3 * ROOM),
+    )
+    assert len(planner.looks) > 1
+    assert plan.micro_batch_size == first
 
 
 @given(off=st.floats(0.5, 1.5), grain=st.integers(1, 3 * GIB))

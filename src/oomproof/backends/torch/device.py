@@ -76,7 +76,7 @@ class TorchMemory:
         limit = free + self._runtime.memory_reserved(self._index)
         share = getattr(self._runtime, "get_per_process_memory_fraction", None)
         limit = min(limit, int(share(self._index) * total)) if share is not None else int(limit)
-        return limit - segments.IN_PART if segments.grow() else limit
+        return limit - segments.IN_PART if self._kind == "cuda" and segments.grow() else limit
 
     def usage(self) -> MemoryUse | None:
         if self._runtime is None:

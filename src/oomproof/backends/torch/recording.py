@@ -59,12 +59,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     Attributes:
         begun: The op the recorded step begins with; what was before is history that left things behind.
         running: Whether an op is running just now, rather than code between ops.
+        before_update: Called when the backward pass is over.
     """
 
     def __init__(self, model: Any, workspace: Workspace) -> None:
         super().__init__()
         self.begun = 0
         self.running = False
+        self.before_update: Callable[[], None] = lambda: None
         self._model = model
         self._workspace = workspace
         self._ops: list[Op] = []
@@ -119,6 +121,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         if node is None:
             if self._stage == "backward":
                 self._stage = "update"
+                self.before_update()
                 self._mark_gradients()
             if self._stage == "update":
                 return ""

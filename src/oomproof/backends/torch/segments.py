@@ -13,21 +13,23 @@ import platform
 import sys
 
 import torch
+from keras.src.backend.torch.core import get_device
 
 logger = logging.getLogger("oomproof")
 
 # Pages of large blocks are so large, and at the ends of what is in use some are used in part.
 IN_PART = 2 * 20 * 2**20
 _NAME = "expandable_segments"
+_refused: list[str] = []
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def grow() -> bool:
     """Whether segments grow while a guarded model trains on a GPU."""
-    said = _said().lower()
+    said = _said().lower().replace(" ", "")
     if _NAME in said:
-        return f"{_NAME}:true" in said.replace(" ", "")
-    if "backend:" in said or torch.version.hip is not None:
+        return f"{_NAME}:true" in said
+    if _refused or "backend:" in said.replace("backend:native", "") or torch.version.hip is not None:
         return False  # An allocator of somebody else has no segments.
     # Drivers of Windows have no pages.
     return sys.platform == "linux" and "microsoft" not in platform.release().lower()
@@ -35,7 +37,7 @@ def grow() -> bool:
 
 def let_grow() -> None:
     """Sees to it that segments made from here on can grow. What is there already stays as it is."""
-    if torch.cuda.is_available() and grow() and _NAME not in _said():
+    if torch.device(get_device()).type == "cuda" and grow() and _NAME not in _said():
         _switch_on()
 
 
@@ -47,6 +49,7 @@ def _switch_on() -> None:
     try:
         tell(settings)
     except Exception as error:
+        _refused.append(str(error))
         logger.info(f"oomproof: torch's segments stay as they are ({type(error).__name__}: {error})")
 
 

@@ -63,17 +63,25 @@ def trace(model: Any, workload: Workload) -> Trace:
             (_run_once if alone else _run_twice)(model, workload, data, recorder)
             ops, buffers = recorder.finish()
     if workload.later_piece:
-        buffers = tuple(_added_up(buffer, len(ops)) for buffer in buffers)
+        shared = {recorder.path_of(layer) for layer in layers(model) if len(getattr(layer, "_inbound_nodes", ())) > 1}
+        buffers = tuple(_added_up(buffer, len(ops), shared) for buffer in buffers)
     notes = (_COMPILED,) if workload.jit else ()
-    allocator: Allocator = "expandable" if as_guarded and segments.grow() else "caching"
+    paged = as_guarded and workload.target.gpu and segments.grow()
+    allocator: Allocator = "expandable" if paged else "caching"
     return Trace(allocator, ops, (*buffers, *workspaces.lasting(len(ops))), notes)
 
 
-def _added_up(buffer: Buffer, ops: int) -> Buffer:
-    """A gradient as that of a later piece: the sum is there all the time, and what is added to it for a moment."""
+def _added_up(buffer: Buffer, ops: int, shared: set[str]) -> Buffer:
+    """A gradient as that of a later piece: the sum is there all the time, and what is added to it for a moment.
+
+    Of a layer that is called more than once, the parts are added up first.
+    """
     if buffer.category != "gradients":
         return buffer
-    return dataclasses.replace(buffer, end=ops if buffer.start < 0 else min(buffer.start + 1, buffer.end))
+    if buffer.start < 0:
+        return dataclasses.replace(buffer, end=ops)
+    outer = ("/".join(buffer.layer.split("/")[:depth]) for depth in range(1, buffer.layer.count("/") + 2))
+    return buffer if any(path in shared for path in outer) else dataclasses.replace(buffer, end=buffer.start + 1)
 
 
 def _check(model: Any, workload: Workload) -> None:
@@ -114,8 +122,9 @@ def _run_once(model: Any, workload: Workload, data: Any, recorder: Recorder) -> 
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         recorder.begin()
+        # Gradients and what the update makes are named for their weights.
+        recorder.before_update = lambda: _name_state(model, recorder)
         model.train_step(data)
-        _name_state(model, recorder)
 
 
 def _run_twice(model: Any, workload: Workload, data: Any, recorder: Recorder) -> None:
