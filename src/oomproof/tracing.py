@@ -14,7 +14,7 @@ from oomproof.records import Phase
 Category = Literal["weights", "gradients", "optimizer", "activations", "input", "temporary"]
 Stage = Literal["forward", "backward", "update"]
 # How memory is handed out: TensorFlow's and JAX's allocator op by op, the same in regions that are made as they are
-# needed (TensorFlow's on a CPU), one program planned by XLA, torch's allocator.
+# needed (TensorFlow's on a CPU), one program planned by XLA, torch's allocator as it comes and page by page.
 Allocator = Literal["bfc", "bfc-growing", "xla", "caching", "expandable"]
 
 

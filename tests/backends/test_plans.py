@@ -13,9 +13,11 @@ import pytest
 from here import BACKEND, only
 
 import oomproof
-from oomproof import backends, plan_cache, plan_looks
+from oomproof import backends, plan_cache, plan_looks, plans
 from oomproof.backends.fake import FakeMemory
+from oomproof.estimation.workloads import describe
 from oomproof.plans import Planner
+from oomproof.tracing import Target
 
 HERE = pathlib.Path(__file__).parent
 MIB = 2**20
@@ -351,8 +353,6 @@ def test_room_for_what_an_update_computes_is_counted_where_that_is_for_all_weigh
 
 
 def test_a_plan_that_is_exact_only_if_nothing_goes_wrong_is_not_taken(monkeypatch):
-    from oomproof import plans
-
     model = a_model(keras.layers.BatchNormalization)
     planner = Planner(backends.current(), model, plans.allowed("default"), cache=False)
     usual = plans._HARDLY
@@ -405,3 +405,20 @@ def test_a_plan_says_what_its_own_trace_does():
     traced = oomproof.estimate(a_model(), 1024, memory="16GiB", **pieces)
     assert plan.predicted == pytest.approx(traced.expected, rel=0.02)
     assert [row.predicted for row in plan.alternatives if row.taken] == [plan.predicted]
+
+
+@only("torch", because="an allocator whose free memory lies in pieces")
+def test_an_exact_plan_that_does_not_go_through_is_not_taken_after_all(monkeypatch):
+    model, budget = a_model(keras.layers.BatchNormalization), int(peak() * 0.6)
+    planner = Planner(backends.current(), model, plans.allowed("default"), cache=False)
+    step = describe(model, 1024, "train", False, Target(True, (8, 0)))
+    assert not planner._for_training(step, budget, 1.0).caveats
+    looked_at, trace_of = [], Planner._trace_of
+
+    def traced(self, plan, workload):
+        looked_at.append(plan)
+        return trace_of(self, plan, workload)
+
+    monkeypatch.setattr(Planner, "_trace_of", traced)
+    monkeypatch.setattr(plan_looks, "goes_through", lambda *_: looked_at[-1].micro_batch_size is not None)
+    assert planner._for_training(step, budget, 1.0).caveats

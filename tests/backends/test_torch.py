@@ -409,3 +409,25 @@ def test_a_model_on_a_cpu_leaves_the_gpu_as_it_is(monkeypatch):
     segments._switch_on.cache_clear()
     segments.let_grow()
     assert told == []
+
+
+@pytest.mark.parametrize(
+    ("said", "refused", "advised"),
+    [("", [], False), ("expandable_segments:False", [], True), ("expandable_segments:False", ["no"], False)],
+)
+def test_memory_in_pieces_is_said_where_something_can_be_done_about_it(said, refused, advised, monkeypatch):
+    import torch
+
+    from oomproof.backends.torch import segments
+
+    for name in segments._SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", said)
+    monkeypatch.setattr(segments, "_refused", refused)
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory 5.00 GiB is allocated by PyTorch, and "
+        "3.00 GiB is reserved by PyTorch but unallocated."
+    )
+    found = backends.current().memory().shortage(error)
+    assert "2.00 GiB" in found.text
+    assert ("expandable_segments:True in the environment" in found.text) is advised

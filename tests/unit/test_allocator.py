@@ -197,6 +197,14 @@ def test_segments_that_grow_lend_what_is_free_between_blocks():
     assert not goes_through(step, 79 * MIB)
 
 
+def test_pages_that_nobody_uses_are_given_back_before_it_runs_out():
+    # The first 40 MiB are too small for the last request, and 20 MiB lie behind them.
+    step = traced("expandable", 2, (40 * MIB, 0, 0), (20 * MIB, 0, 1), (60 * MIB, 1, 1))
+    assert replay(step).reserved == 120 * MIB
+    assert goes_through(step, 80 * MIB)
+    assert not goes_through(step, 79 * MIB)
+
+
 def test_a_page_is_taken_whole():
     step = traced("expandable", 1, (21 * MIB, 0, 0), (512, 0, 0))
     assert replay(step).reserved == 40 * MIB + 2 * MIB

@@ -77,6 +77,19 @@ def test_between_one_that_goes_through_and_one_that_does_not_the_middle_is_looke
     assert plan.predicted == pytest.approx(last if last <= ROOM else first, rel=1e-6)
 
 
+def test_and_so_it_is_when_the_bold_one_came_first():
+    planner, margins = Planner(off=1.0), []
+    sizes = iter([1.2 * ROOM, 0.6 * ROOM, 0.8 * ROOM])
+
+    def fastest(margin):
+        margins.append(margin)
+        return Planner.fastest(planner, LIMIT / next(sizes))
+
+    planner.fastest = fastest
+    assert planner.make().predicted == pytest.approx(0.8 * ROOM, rel=1e-6)
+    assert margins[2] == pytest.approx((margins[0] * margins[1]) ** 0.5)
+
+
 def test_the_same_plan_is_not_looked_at_twice():
     planner = Planner(off=0.5, least_margin=1.0)
     planner.fastest = lambda margin: Planner.fastest(planner, 1.1)

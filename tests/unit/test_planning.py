@@ -132,6 +132,13 @@ def test_time_is_that_of_the_way_with_pieces_and_recomputation_on_top():
     assert planning.time_of(XLA, 4, ((0, 2), (5, 6))) == pytest.approx(0.8 * (1 + 3 * 0.04 + 3 / 9 / 3))
 
 
+def test_beginning_a_run_takes_time():
+    slow = dataclasses.replace(OWN, run_cost=0.5)
+    assert planning.time_of(slow, 1) == 1.0
+    # Three of nine stretches, and two runs.
+    assert planning.time_of(slow, 1, ((0, 2), (5, 6))) == pytest.approx(1 + (3 / 9 + 2 * 0.5) / 3)
+
+
 def test_a_host_that_starts_everything_one_by_one_starts_it_for_each_piece_again():
     slow = dataclasses.replace(OWN, host=1.0)
     assert planning.time_of(slow, 1) == pytest.approx(1.0)

@@ -139,6 +139,15 @@ def test_of_equal_costs_the_fewest_runs_and_then_the_shortest():
     assert remat.choose(free, 30) == ((0, 1),)
 
 
+def test_where_it_costs_to_begin_a_run_there_are_fewer():
+    costs = (0.1, 0.12, 0.11)
+    stretches = [stretch(f"layer_{index}", cost=cost) for index, cost in enumerate(costs)]
+    stretches.append(stretch("end", kept=20, recomputable=False))
+    # Twenty bytes have to go: the two cheapest, or two neighbours.
+    assert remat.choose(stretches, 30) == ((0, 1), (2, 3))
+    assert remat.choose(stretches, 30, run_cost=0.05) == ((0, 2),)
+
+
 def test_a_run_keeps_what_is_needed_after_its_end():
     """A skip connection from the first stretch to the last makes a long run keep it, and a longer one not."""
     stretches = [stretch("a", crossing=(8, 8)), stretch("b", crossing=(1,)), stretch("c"), stretch("d")]

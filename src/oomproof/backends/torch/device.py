@@ -158,9 +158,10 @@ def _telling_line(text: str) -> str:
 
 
 def _is_fragmented(text: str) -> bool:
-    """Whether there was memory enough, in pieces that were too small."""
+    """Whether there was memory enough, in pieces that were too small, and something can be done about it."""
     asked, unused = _bytes(_ASKED.search(text)), _bytes(_UNUSED.search(text))
-    return asked is not None and unused is not None and unused >= asked and not segments.grow()
+    enough = asked is not None and unused is not None and unused >= asked
+    return enough and segments.can_grow() and not segments.grow()
 
 
 def _bytes(found: re.Match[str] | None) -> int | None:

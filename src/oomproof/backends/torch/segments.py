@@ -1,7 +1,7 @@
 """Segments that grow: torch's allocator takes memory page by page, so that what is free between blocks is of use.
 
-As torch comes, it takes memory in segments that never change: an encoder with a peak of 929 MiB did not go through in
-1027. Other programs that fill cards switch this on, too. What a user has said about it in the environment stands.
+As torch comes, it takes memory in segments that never change, and a step may run out below its limit. Other programs
+that fill cards switch this on, too. What a user has said about it in the environment stands.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ def grow() -> bool:
     said = _said().lower().replace(" ", "")
     if _NAME in said:
         return f"{_NAME}:true" in said
-    if _refused or "backend:" in said.replace("backend:native", "") or torch.version.hip is not None:
-        return False  # An allocator of somebody else has no segments.
-    # Drivers of Windows have no pages.
-    return sys.platform == "linux" and "microsoft" not in platform.release().lower()
+    # An allocator of somebody else has no segments.
+    return can_grow() and "backend:" not in said.replace("backend:native", "")
+
+
+def can_grow() -> bool:
+    """Whether torch can do it here. Drivers of Windows have no pages."""
+    windows = sys.platform != "linux" or "microsoft" in platform.release().lower()
+    return not _refused and torch.version.hip is None and not windows
 
 
 def let_grow() -> None:
