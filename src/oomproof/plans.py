@@ -46,8 +46,8 @@ _PIECE_COST = {
 _USUAL_PIECE_COST = 0.10
 # Seconds the host takes for a layer, forward and back, where kernels are started one by one; how many layers could be
 # computed again in the time that it takes to begin a run; and how fast cards are next to the one that costs are for, by
-# compute capability. Fitted to 40 plans of four nets on one H200 (benchmarks/results/plan-times-gpu-torch-fit.json); the
-# other cards are guesses.
+# compute capability. Fitted to 40 plans of four nets on one H200 (benchmarks/results/plan-times-gpu-torch-fit.json).
+# The other cards are guesses.
 _SECONDS_TO_START = 0.00046
 _LAYERS_TO_BEGIN = 5.4
 _SPEEDS = {(9, 0): 4.4, (8, 9): 1.9, (8, 6): 1.25, (8, 0): 2.5, (7, 5): 0.6}
