@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from keras import tree
-from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2
+from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2, rewriter_config_pb2
 from tensorflow.python.grappler import cluster, item, tf_optimizer
 
 from oomproof.backends.common.recompute import recomputing
@@ -197,8 +197,11 @@ def variables_of(model: Any, workload: Workload, handles: dict[int, str]) -> lis
 
 def _as_tensorflow_runs_it(definition: Any, fetched: Sequence[str], target: Target) -> Any:
     config = config_pb2.ConfigProto()
+    rewriting = config.graph_options.rewrite_options
     # Small graphs are not worth the time to TensorFlow, and it leaves them alone otherwise.
-    config.graph_options.rewrite_options.min_graph_nodes = -1
+    rewriting.min_graph_nodes = -1
+    # As it comes, this pass only marks assignments, which is not looked at here, and takes a tenth of the time.
+    rewriting.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
     devices = [_device(_CPU, "CPU")]
     if target.gpu:
         architecture = ".".join(map(str, target.capability))
