@@ -40,7 +40,7 @@ _WORDS = {"exact": _EXACT, "default": _EXACT | {"batch_statistics"}}
 _PIECE_COST = {
     ("jax", "compiled"): 0.02,
     ("tensorflow", "compiled"): 0.05,
-    ("tensorflow", "graph"): 0.09,
+    ("tensorflow", "graph"): 0.03,
     ("torch", "eager"): 0.02,
 }
 _USUAL_PIECE_COST = 0.10
@@ -373,7 +373,7 @@ class Planner:
             run_cost=_LAYERS_TO_BEGIN / max(1, chain.calls) * host / (1 + host),
             equal_pieces_only=workload.jit and backend.name != "torch",
             adds_up=backend.name != "torch",
-            batch_on_device=backend.name != "torch",
+            batch_on_device=not backend.cuts_on_host(model, workload),
             commit=_resident(model) + self._while_updating(),
         )
 

@@ -190,7 +190,7 @@ class Chain:
         resident: Bytes of weights and optimizer state.
         inputs: Bytes of the batch.
         outside: Bytes kept for the backward pass by what is no stretch: the loss, metrics.
-        update: Most bytes beside `resident` and gradients while the optimizer runs.
+        update: Most bytes beside `resident`, gradients and the batch while the optimizer runs.
         peak: Bytes at the peak of the plain step, as estimated. The rest explains it; this is what counts.
         seconds: About how long the forward pass takes on a usual card.
         calls: How many layers are called in it, those inside of others included.

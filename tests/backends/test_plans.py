@@ -66,6 +66,38 @@ def test_what_does_not_fit_is_made_to():
     assert str(plan).count("\n") == len(plan.alternatives) + 1
 
 
+class ReadsInputs(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(keras.ops.square(y - y_pred)) + 0.0 * keras.ops.mean(x)
+
+
+def images(kind=keras.Model, **compiled):
+    inputs = keras.Input((64, 64, 3))
+    model = kind(inputs, keras.layers.Dense(1)(keras.layers.GlobalAveragePooling2D()(inputs)))
+    model.compile("sgd", "mse", **compiled)
+    return model
+
+
+def test_a_batch_larger_than_the_memory_stays_on_the_host():
+    budget = 64 * MIB  # The batch takes 192 MiB.
+    # Without a GPU nobody can tell Keras's own "no" to XLA from the user's; op by op means the same here.
+    model = images(run_eagerly=BACKEND == "tensorflow")
+    plan = oomproof.plan(model, 4096, budget=budget, cache=False)
+    assert plan.micro_batch_size <= 1024
+    assert plan.predicted < budget
+
+
+def test_a_batch_that_a_program_takes_whole_must_fit():
+    made = {
+        "tensorflow": images,
+        "jax": lambda: images(ReadsInputs),
+        "torch": lambda: None,  # Pieces are moved one by one whatever the model.
+    }[BACKEND]()
+    if made is not None:
+        with pytest.raises(oomproof.CannotFitError):
+            oomproof.plan(made, 4096, budget=64 * MIB, cache=False)
+
+
 def test_with_batch_statistics_recomputation_comes_first():
     budget = int(oomproof.estimate(a_model(keras.layers.BatchNormalization), 1024, memory="80GiB").expected * 0.8)
     plan = oomproof.plan(a_model(keras.layers.BatchNormalization), 1024, budget=budget, cache=False, allow="exact")

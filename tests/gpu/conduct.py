@@ -1,6 +1,6 @@
 """Runs what is measured on a GPU side by side where only memory counts, and alone where time does.
 
-    python tests/gpu/conduct.py plans OUT --seconds 900 --alone 120,420 --ready FILE
+    python tests/gpu/conduct.py torch OUT --seconds 900 --alone 120,420 --ready FILE
 
 The jobs of each program are listed below, most wanted first. Those that count memory run together as far as cores and
 card allow; between the two seconds of --alone those that take times run one after another; then the rest goes on.
@@ -65,22 +65,35 @@ def plan_times(backend: str, limit: int, more: str) -> Job:
     return Job(f"plan-times-{backend}", backend, command, limit, alone=True)
 
 
-# The one with the smallest grid first: what it leaves goes to the others.
-TIMED = "--models residual_batchnorm,plain_cnn,encoder,vision_transformer"
+def host_fed(backend: str, limit: int) -> Job:
+    return Job(f"host-fed-{backend}", backend, "python benchmarks/host_fed.py --pieces 16", limit, alone=True)
+
+
+# Those whose grids were cut off last time first.
+TIMED = "--models encoder,vision_transformer,plain_cnn,residual_batchnorm"
+GRAPH = "--models encoder,mlp,unet,plain_cnn"
+XLA_LIMIT = "python benchmarks/xla_limit.py --models residual_batchnorm,plain_cnn,decoder"
 LARGEST = "python benchmarks/largest.py --resume $O/largest-seed.jsonl --out $O/largest.jsonl"
 
 
 PROGRAMS = {
-    "plans": (
-        plans("torch", 6, 150, card=CARD),
-        plan_times("torch", 240, f"--total-s 215 {TIMED} --levels 2 --micros 1,2,4 --steps 5"),
-        step("recompute-torch", "torch", 40, "--parts recompute-transformer --shares 0.3,0.25,0.2"),
-        plans("jax", 4, 480, "--resume $O/plans-jax-known.jsonl --shares 0.75", card=30),
-        plans("tensorflow", 2, 450, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla", 20),
-        collect("jax", 3, 0.2, 450),
+    "torch": (
+        plans("torch", 6, 200, "--resume $O/plans-torch-known.jsonl", card=100),
+        Job("xla-limit", "jax", f"{XLA_LIMIT} --total-s 300 --out $O/xla-limit.jsonl", 310, 1, 20),
+        plan_times("torch", 290, f"--total-s 265 {TIMED} --levels 2 --micros 1,2,4,8 --steps 5"),
+        step("recompute-torch", "torch", 70, "--parts recompute-transformer --shares 0.3,0.25,0.2"),
+        Job("largest", "torch", f"{LARGEST} --total-s 390 --jobs 2", 410, 2, 18),
+        collect("jax", 6, 0.5, 400, "--limit-s 240"),
+    ),
+    "tensorflow": (
+        host_fed("jax", 110),
+        host_fed("tensorflow", 110),
+        step("pieces-graph", "tensorflow", 80, "--parts pieces-conv --pieces 1,2,4,8,16,32 --jit no"),
+        plans("torch", 1, 100, "--models mlp --resume $O/plans-torch-known.jsonl", card=20),
+        plans("tensorflow", 4, 400, "--jit on --models encoder,mlp --shares 0.5,0.25", "plans-tensorflow-xla", 20),
+        plans("tensorflow", 4, 300, f"--jit off {GRAPH} --shares 0.5,0.25", "plans-tensorflow-graph", 40),
         score("probe", "tensorflow-graph", 400),
-        Job("largest", "torch", f"{LARGEST} --total-s 430 --jobs 3", 450, 3, 30),
-        collect("tensorflow-graph", 3, 0.2, 300, "--max-batch --memory 8GiB"),
+        score("probe", "tensorflow-graph", 300, "--largest"),
     ),
 }
 

@@ -68,8 +68,6 @@ class Step(Protocol):
 
     # Bytes not to be exceeded, for steps that know what a program needs before it runs.
     budget: int | None
-    # How many batches are on the device when a step begins: its own and those that are put there ahead of time.
-    batches_on_device: int
     # Whether a size that was never run before costs no more than to run it: nothing is traced or compiled for it.
     tries_are_cheap: bool
     # Stretches that are computed again in the backward pass. Setting it forgets programs that were made for others;
@@ -79,6 +77,10 @@ class Step(Protocol):
     settle: Callable[[], None]
     # What the steps died of that `land` returned.
     failure: Exception | None
+
+    @property
+    def batches_on_device(self) -> int:
+        """How many batches are there when a step begins: its own and those that are put there ahead of time."""
 
     def prepare(self, data: Data, phase: Phase) -> None:
         """Builds model, optimizer and metrics where they are not built yet."""
@@ -184,6 +186,9 @@ class Backend(Protocol):
 
     def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
         """(loss, gradients) of the whole batch, with at most `micro` samples at a time."""
+
+    def cuts_on_host(self, model: Any, workload: Workload) -> bool:
+        """Whether pieces are cut from a batch that stays on the host. If not, all of it is moved to the device."""
 
     def trace(self, model: Any, workload: Workload) -> Trace:
         """The step as it would run, from shapes alone. The model stays as it was."""

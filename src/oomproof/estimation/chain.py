@@ -304,7 +304,7 @@ class _Account:
         self.update = (
             int(self._timeline(updating).max())
             if after_all
-            else self._update(trace.ops, temporary + inputs + self._timeline(activations))
+            else self._update(trace.ops, temporary + self._timeline(activations))
         )
         self.kept, self.outside = self._kept(trace.ops, activations, len(paths))
         self._work: dict[int, int] = {}
@@ -361,4 +361,4 @@ class _Account:
         """A compiled step updates what it can while the backward pass runs, which then counts there."""
         done = max((index for index, op in enumerate(ops) if op.stage == "backward"), default=-1)
         late = [int(use[index]) for index, op in enumerate(ops) if op.stage == "update" and index > done]
-        return max(late, default=self.inputs)
+        return max(late, default=0)

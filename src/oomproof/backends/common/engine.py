@@ -77,7 +77,10 @@ class Engine(Protocol):
         """Runs `piece(start, size, state)` for each of `count` pieces in turn, holding one at a time."""
 
     def take(self, data: Any, start: Any, size: Any) -> Any:
-        """Samples `start` to `start + size` of every tensor of the batch."""
+        """Samples `start` to `start + size` of every tensor of the batch, cut where the batch is."""
+
+    def take_rows(self, tensors: list[Any], start: Any, size: Any) -> list[Any]:
+        """The same of tensors that were computed."""
 
     def size_of(self, leaf: Any) -> Any:
         """Samples in a tensor."""

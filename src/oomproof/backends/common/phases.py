@@ -262,7 +262,7 @@ class Phases:
 
         def backward(start: Any, size: Any, state: list[Any]) -> Outcome:
             inputs, _, _ = unpack(engine.take(data, start, size))
-            slopes = [*engine.take(per_sample, start, size), *per_loss]
+            slopes = [*engine.take_rows(per_sample, start, size), *per_loss]
 
             def compute() -> tuple[Any, list[Any]]:
                 leaves = predictions.flat(engine.call(inputs, True))

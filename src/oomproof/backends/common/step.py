@@ -38,8 +38,11 @@ class ModelStep:
     # Bytes not to be exceeded, for backends that know what a program needs before it runs.
     budget: int | None = None
     failure: Exception | None = None
-    batches_on_device = 0
     tries_are_cheap = False
+
+    @property
+    def batches_on_device(self) -> int:
+        return 0
 
     def settle(self) -> None:
         """Put in place by the driver."""

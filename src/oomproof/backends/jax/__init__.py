@@ -23,6 +23,7 @@ from oomproof.backends.common.model import check_has_no_own_step
 from oomproof.backends.common.recompute import recomputing
 from oomproof.backends.common.seam import FUNCTIONS, batch_size_of, pulled, put_in_place, samples_in, taken_away
 from oomproof.backends.common.stretches import labels
+from oomproof.backends.jax.batches import can_stay_on_host, fed
 from oomproof.backends.jax.device import JaxMemory
 from oomproof.backends.jax.engine import JaxEngine, tracing
 from oomproof.backends.jax.gradients import full_batch_gradients
@@ -85,6 +86,9 @@ class JaxBackend:
     def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
         return full_batch_gradients(loss_fn, variables, data, micro)
 
+    def cuts_on_host(self, model: Any, workload: Workload) -> bool:
+        return workload.target.gpu and can_stay_on_host(model)
+
     def trace(self, model: Any, workload: Workload) -> Trace:
         # Loaded when it is used: training needs none of it.
         from oomproof.backends.jax.trace import trace
@@ -109,6 +113,8 @@ def _on_state(model: Any, run: RunBatch, phase: Phase, state: Any, iterator: Ite
         live = live_state(model, anew=True)
         live.attach(phase, state)
     outputs = []
+    if phase == "train":
+        iterator = fed(model, iterator)
     try:
         for done in range(model.steps_per_execution):
             try:

@@ -7,7 +7,7 @@ how peaks are known: JAX cannot reset the peak it reports, and on the CPU it rep
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -29,6 +29,7 @@ _OTHER_RESOURCES = re.compile(
     r"no space left|disk quota|too many open files|file descriptor|received message larger|quota exceeded",
     re.IGNORECASE,
 )
+_GPUS = ("gpu", "cuda", "rocm")
 
 
 class NotEnoughMemoryError(Exception):
@@ -41,6 +42,13 @@ class NotEnoughMemoryError(Exception):
         )
         self.needed = needed
         self.where = where
+
+
+class Room(NamedTuple):
+    """Bytes on a device: all that JAX may take, and what is free of a budget."""
+
+    all: int
+    free: int
 
 
 class JaxMemory:
@@ -68,7 +76,7 @@ class JaxMemory:
         return found if found and "bytes_in_use" in found else None
 
     def describe(self) -> Device:
-        platform = "GPU" if self._device.platform in ("gpu", "cuda", "rocm") else self._device.platform.upper()
+        platform = "GPU" if self._device.platform in _GPUS else self._device.platform.upper()
         return Device(f"{platform}:{self._device.id}", self._limit, measurable=True)
 
     def usage(self) -> MemoryUse:
@@ -90,6 +98,12 @@ class JaxMemory:
         """Bytes a program may take, or `None` where there is no limit that is known."""
         limits = [limit for limit in (self._limit, budget) if limit is not None]
         return max(min(limits) - self.current(), 0) if limits else None
+
+    def room(self, budget: int | None) -> Room | None:
+        """What XLA can be told when it compiles, or `None` where there is no limit of its own."""
+        free = self.free(budget)
+        gpu = self._device.platform in _GPUS
+        return Room(self._limit, free) if gpu and self._limit is not None and free is not None else None
 
     def is_short_of(self, needed: int, in_flight: int) -> bool:
         """Whether a program cannot go through, even if all that is on its way were done. Cheap."""

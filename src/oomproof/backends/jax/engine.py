@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.experimental import sparse
@@ -17,6 +18,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from oomproof.backends.common.engine import Compute, Outcome, PendingWrites, Piece
 from oomproof.backends.common.model import first_tensor
 from oomproof.backends.common.recompute import recomputing
+from oomproof.backends.jax.batches import is_on_host, to_device
 
 
 class JaxEngine:
@@ -114,11 +116,19 @@ class JaxEngine:
             if isinstance(leaf, sparse.JAXSparse):
                 begin = [jnp.asarray(index, jnp.int32) for index in [start] + [0] * (leaf.ndim - 1)]
                 return sparse.bcoo_dynamic_slice(leaf, begin, (size, *leaf.shape[1:]))
+            if is_on_host(leaf) and not tracing():
+                # By itself JAX would move all of it to the device to cut a piece off.
+                return jax.device_put(np.asarray(leaf)[start : start + size])
+            if is_on_host(leaf):
+                # A slice whose beginning is computed is the one that XLA moves piece by piece.
+                return to_device(lax.dynamic_slice_in_dim(leaf, start, size))
             if isinstance(start, int):
                 return leaf[start : start + size]
             return lax.dynamic_slice_in_dim(leaf, start, size)
 
         return tree.map_structure(cut, data)
+
+    take_rows = take
 
     @staticmethod
     def size_of(leaf: Any) -> int:

@@ -127,7 +127,9 @@ def _facts(name: str, params: dict[str, Any], inputs: Sequence[Value]) -> dict[s
     if name in ("rnn_fwd", "rnn_bwd"):
         return {"scratch": lstm_workspace(params, inputs)}
     if name == "scan":
-        return {"bodies": [flattened(params["jaxpr"])], "carried": params["num_carry"]}
+        # From JAX 0.11 on the operands are told apart as trees: what is the same in all rounds, carried, and given.
+        carried = params["num_carry"] if "num_carry" in params else len(params["ft_in"].unpack()[1])
+        return {"bodies": [flattened(params["jaxpr"])], "carried": carried}
     if name == "while":
         body = flattened(params["body_jaxpr"])
         return {"bodies": [body], "carried": len(body.outputs)}

@@ -7,10 +7,13 @@ from typing import Any
 
 import jax
 
-from oomproof.backends.jax.device import JaxMemory, NotEnoughMemoryError
+from oomproof.backends.jax.batches import is_on_host
+from oomproof.backends.jax.device import JaxMemory, NotEnoughMemoryError, Room
 
 # On CPUs XLA takes out what keeps it from merging a computation with the one that repeats it in the backward pass.
-_BARRIERS_STAY = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+_BARRIERS_STAY: dict[str, Any] = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+# Percent of what it knows of that XLA takes if it is not told.
+_AS_IT_COMES = 95
 
 
 class Program:
@@ -51,13 +54,16 @@ class Program:
         self._results = 0
         self._compiled: Any = None
 
-    def compile(self, *arguments: Any) -> None:
+    def compile(self, *arguments: Any, room: Room | None = None) -> None:
         assert self.function is not None
         if self._eager:
             return
         on_cpu = jax.default_backend() == "cpu"
         lowered = jax.jit(self.function, donate_argnums=self._donate).lower(*arguments)
-        self._compiled = lowered.compile(compiler_options=_BARRIERS_STAY if self._repeats and on_cpu else None)
+        options = _BARRIERS_STAY if self._repeats and on_cpu else {}
+        if room is not None:
+            options = options | limited_to(room, arguments, lowered.out_info)
+        self._compiled = lowered.compile(compiler_options=options or None)
         analysis = self._compiled.memory_analysis()
         if analysis is not None:
             self.temporary = int(analysis.temp_size_in_bytes)
@@ -84,6 +90,20 @@ class Program:
     def __call__(self, *arguments: Any) -> Any:
         assert self.function is not None
         return self.function(*arguments) if self._eager else self._compiled(*arguments)
+
+
+def limited_to(room: Room, arguments: Any, results: Any) -> dict[str, int]:
+    """Options that tell XLA how much a program may take, so that it recomputes what there is no room for.
+
+    By itself it counts with nearly all that JAX may ever take, less arguments and results. It knows nothing of a budget
+    and of what else is there.
+    """
+    given = [leaf for leaf in jax.tree.leaves(arguments) if not (isinstance(leaf, jax.Array) and is_on_host(leaf))]
+    coming = sum(leaf.nbytes for leaf in given if not isinstance(leaf, jax.Array))
+    made = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(results))
+    known, wanted = room.all - sum(leaf.nbytes for leaf in given) - made, room.free - coming - made
+    percent = 100 * wanted // known if known > 0 else 0
+    return {"xla_gpu_memory_limit_slop_factor": percent} if 0 < percent < _AS_IT_COMES else {}
 
 
 def signature(data: Any) -> Any:

@@ -22,12 +22,16 @@ from oomproof.backends.common.engine import PendingWrites
 from oomproof.backends.common.model import unpack
 from oomproof.backends.common.phases import Phases
 from oomproof.backends.common.step import ModelStep
+from oomproof.backends.jax import batches
 from oomproof.backends.jax.device import JaxMemory
 from oomproof.backends.jax.engine import JaxEngine
 from oomproof.backends.jax.flights import Flight
 from oomproof.backends.jax.programs import Program, signature
 from oomproof.backends.jax.state import live_state
 from oomproof.records import Phase
+
+# Of the memory there is. Smaller batches are on the device as Keras puts them there.
+_LARGE = 0.005
 
 
 class JaxStep(ModelStep):
@@ -36,8 +40,7 @@ class JaxStep(ModelStep):
     def __init__(self, model: Any, memory: JaxMemory) -> None:
         super().__init__(model, JaxEngine(model))
         self._memory = memory
-        # Keras puts one batch ahead on an accelerator.
-        self.batches_on_device = 1 if jax.default_backend() == "cpu" else 2
+        self._apart_from_host = jax.default_backend() != "cpu"
         self._eager = bool(model.run_eagerly) or not model.jit_compile
         self._programs: dict[Any, Program] = {}
         self._flights: list[Flight] = []
@@ -48,11 +51,26 @@ class JaxStep(ModelStep):
     def equal_pieces_only(self) -> bool:
         return not self._eager
 
+    @property
+    def batches_on_device(self) -> int:
+        return batches.batches_on_device(self.model) if self._apart_from_host else 1
+
+    def _in_place(self, data: Any, pieces: int) -> Any:
+        """The batch where its program is to find it: a large one that runs in pieces stays on the host."""
+        if not self._apart_from_host or self._eager or not batches.can_stay_on_host(self.model):
+            return data
+        inputs = batches.arrays(unpack(data)[0])
+        limit = self._memory.describe().limit
+        large = limit is not None and sum(leaf.nbytes for leaf in inputs) > _LARGE * limit
+        there = all(batches.is_on_host(leaf) for leaf in inputs)
+        return batches.where_wanted(self.model, data, pieces > 1 and large and there)
+
     # Running it
 
     def train(self, data: Any, pieces: int, lean: bool, spec: Any = None) -> Any:
         if pieces > 1:
             self._examine(data)
+        data = self._in_place(data, pieces)
         if lean:
             return self._train_in_place(data, pieces)
         return self._launch("train", data, pieces, spec)
@@ -142,6 +160,8 @@ class JaxStep(ModelStep):
         few, pieces = data, -(-self.batch_size(data) // samples)
         if phase == "predict" or self._eager:
             few, pieces = self.engine.take(data, 0, samples), 1
+        if phase == "train":
+            few = self._in_place(few, pieces)
         program = self._program(phase, few, pieces)
         if self._eager:
             jax.block_until_ready(program(self._values(), few))
@@ -190,7 +210,7 @@ class JaxStep(ModelStep):
             gradients = self.resident()["gradients"] if kind == "train" else None
             program = Program(None, self._eager, gradients=gradients, repeats=bool(self.recompute))
             program.function = self._compute(program, kind, pieces)
-            program.compile(self._values(), data)
+            program.compile(self._values(), data, room=self._memory.room(self.budget))
             self._programs[key] = program
         return self._programs[key]
 

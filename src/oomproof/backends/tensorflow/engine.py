@@ -24,12 +24,16 @@ class TensorFlowEngine:
     Args:
         model: The model.
         static: Whether piece sizes must be known while tracing (XLA).
+
+    Attributes:
+        from_host: Whether batches are in the host's memory, and cut there.
     """
 
     wide = "float64"
     tensor = tf.Tensor
     recompute: tuple[str, ...] = ()
-    take = staticmethod(take)
+    from_host = False
+    take_rows = staticmethod(take)
     size_of = staticmethod(size_of)
 
     def __init__(self, model: Any, static: bool = False) -> None:
@@ -130,6 +134,9 @@ class TensorFlowEngine:
         outcome = over_pieces(piece, batch_size, count, [tf.convert_to_tensor(v) for v in state], self.static)
         outcome.gradients = finished(outcome.gradients, [v._value for v in self.model.trainable_weights])
         return outcome
+
+    def take(self, data: Any, start: Any, size: Any) -> Any:
+        return take(data, start, size, self.from_host)
 
     def samples_for_keras(self, x: Any) -> Any:
         return tf.shape(first_tensor(x))[0]

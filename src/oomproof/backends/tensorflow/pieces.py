@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -21,12 +23,35 @@ def size_of(leaf: Any) -> Any:
     return tf.shape(leaf, out_type=tf.int64)[0]
 
 
-def take(data: Any, start: Any, size: Any) -> Any:
-    """Samples `start` to `start + size` of every tensor of the batch."""
+def on_host(leaf: Any) -> bool:
+    """Whether a tensor is in the host's memory. Nobody knows that of one inside of a graph."""
+    values = getattr(leaf, "flat_values", getattr(leaf, "values", leaf))
+    return "CPU" in (getattr(values, "device", None) or "")
 
-    def cut(leaf: Any) -> Any:
+
+def host(wanted: bool = True) -> AbstractContextManager[Any]:
+    return tf.device("CPU:0") if wanted else contextlib.nullcontext()
+
+
+def take(data: Any, start: Any, size: Any, from_host: bool = False) -> Any:
+    """Samples `start` to `start + size` of every tensor of the batch.
+
+    What is on the host is cut there: TensorFlow would move all of it to the device to cut a piece off, every time.
+
+    Args:
+        data: The batch.
+        start: The first sample.
+        size: Number of samples.
+        from_host: Whether the batch is on the host, for one inside of a graph.
+    """
+
+    def placed(leaf: Any) -> Any:
         if leaf is None:
             return None
+        with host(from_host or (tf.executing_eagerly() and on_host(leaf))):
+            return cut(leaf)
+
+    def cut(leaf: Any) -> Any:
         if isinstance(leaf, tf.SparseTensor):
             rest = tf.cast(leaf.dense_shape[1:], tf.int64)
             begin = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(rest)], axis=0)
@@ -42,7 +67,7 @@ def take(data: Any, start: Any, size: Any) -> Any:
         piece.set_shape([size if isinstance(size, int) else None, *leaf.shape[1:]])
         return piece
 
-    return tree.map_structure(cut, data)
+    return tree.map_structure(placed, data)
 
 
 def over_pieces(piece: Piece, batch_size: Any, count: Any, state: list[Any], static: bool) -> Outcome:
@@ -147,22 +172,32 @@ def _in_graph(piece: Piece, count: Any, bounds: Callable[[Any], tuple[Any, Any]]
         slices = [outcome.gradients[index] for index in sparse]
         return [*(part for s in slices for part in (s.values, s.indices)), *outcome.rows]
 
+    # Counted on the host, where it is asked whether to go on: the device would be waited for.
+    counting = isinstance(count, tf.Tensor)
+
+    def more(index: Any, *_: Any) -> Any:
+        with host(counting):
+            return index < tf.cast(count, tf.int64)
+
     def body(index: Any, state: list[Any], sums: list[Any], arrays: list[Any]) -> Any:
-        start, size = bounds(index)
+        with host(counting):
+            start, size = bounds(index)
+            at, after = tf.cast(index, tf.int32), index + 1
         outcome = piece(start, size, state)
-        at = tf.cast(index, tf.int32)
         sums = [total + value for total, value in zip(sums, adding(outcome), strict=True)]
         arrays = [array.write(at, part) for array, part in zip(arrays, listed(outcome), strict=True)]
-        return index + 1, outcome.state, sums, arrays
+        return after, outcome.state, sums, arrays
 
+    with host(counting):
+        zero = tf.constant(0, tf.int64)
     start = (
-        tf.constant(0, tf.int64),
+        zero,
         state,
         [tf.zeros(value.shape, value.dtype) for value in adding(like)],
         lists(listed(like)),
     )
     _, state, sums, arrays = tf.while_loop(
-        lambda index, *_: index < tf.cast(count, tf.int64),
+        more,
         body,
         start,
         # More than one piece in flight would hold more than one piece's activations.

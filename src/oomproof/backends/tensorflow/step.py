@@ -16,7 +16,7 @@ from oomproof.backends.common.phases import Phases
 from oomproof.backends.common.step import ModelStep, batch_leaves
 from oomproof.backends.tensorflow.commit import commit_leanly
 from oomproof.backends.tensorflow.engine import TensorFlowEngine
-from oomproof.backends.tensorflow.pieces import take
+from oomproof.backends.tensorflow.pieces import on_host, take
 from oomproof.backends.tensorflow.writes import PendingWrites, apply_gradients, commit
 from oomproof.records import Phase
 from oomproof.units import tensor_bytes
@@ -28,6 +28,8 @@ class TensorFlowStep(ModelStep):
     Programs are traced when first used and kept; the number of pieces is an input in graph mode, so that it can
     change without a new trace, and a constant under XLA, which needs to know sizes.
     """
+
+    engine: TensorFlowEngine
 
     def __init__(self, model: Any) -> None:
         self._eager = bool(model.run_eagerly)
@@ -106,6 +108,7 @@ class TensorFlowStep(ModelStep):
 
     def _run(self, kind: str, data: Any, pieces: int, spec: Any, split: bool = False) -> Any:
         split = split or pieces > 1
+        self.engine.from_host = split and not self._xla and all(on_host(leaf) for leaf in batch_leaves(data))
         if self._eager:
             result, writes = self._compute(kind, data, pieces, split)
             commit(writes, tree.flatten(result))
@@ -124,7 +127,7 @@ class TensorFlowStep(ModelStep):
         return self._traced[key][1](data, *count)
 
     def _program(self, kind: str, split: bool, pieces: int | None, open_size: bool) -> Any:
-        key = (kind, split, pieces, open_size)
+        key = (kind, split, pieces, open_size, self.engine.from_host)
         if key not in self._programs:
             relaxed = not (self._xla and split)
             places: list[tuple[Any, str]] = []

@@ -92,6 +92,9 @@ class TorchBackend:
     def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
         return full_batch_gradients(loss_fn, variables, _as_arrays(data), micro)
 
+    def cuts_on_host(self, model: Any, workload: Workload) -> bool:
+        return True
+
     def trace(self, model: Any, workload: Workload) -> Trace:
         # Loaded when it is used: training needs none of it.
         from oomproof.backends.torch.trace import trace

@@ -121,6 +121,8 @@ class TorchEngine:
     def take(self, data: Any, start: int, size: int) -> Any:
         return take(data, start, size)
 
+    take_rows = take
+
     def size_of(self, leaf: Any) -> int:
         return size_of(leaf)
 

@@ -1,0 +1,147 @@
+"""Batches on JAX that stay on the host: where they are when a step begins, and that nothing else changes."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from here import only
+from models import check_same, classes, classifier, numbers, train
+
+pytestmark = only("jax", because="XLA programs that take pieces from the host, and are told of a limit")
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """As on a GPU: Keras puts batches there one ahead, and the host's memory is another. Where inputs were is noted."""
+    from keras.src.backend.jax.trainer import JAXEpochIterator
+
+    from oomproof.backends.jax import step
+    from oomproof.backends.jax.device import JaxMemory
+
+    class ApartStep(step.JaxStep):
+        def __init__(self, model, memory):
+            super().__init__(model, memory)
+            self._apart_from_host = True
+
+        def _program(self, kind, data, pieces):
+            if kind in ("train", "gradients"):
+                seen.append((pieces, *(leaf.sharding.memory_kind for leaf in data)))
+            return super()._program(kind, data, pieces)
+
+    seen: list[tuple[object, ...]] = []
+    describe = JaxMemory.describe
+    monkeypatch.setattr(JaxMemory, "describe", lambda self: dataclasses.replace(describe(self), limit=2**30))
+    monkeypatch.setattr(step, "_LARGE", 0.0)
+    monkeypatch.setattr("oomproof.backends.jax.JaxStep", ApartStep)
+    monkeypatch.setattr(
+        JAXEpochIterator,
+        "_get_iterator",
+        lambda self: self._one_batch_ahead_iterator(self.data_adapter.get_jax_iterator()),
+    )
+    return seen
+
+
+def trained(**guard):
+    return train(lambda: classifier(metrics=["accuracy"]), numbers(), classes(), epochs=3, guard=guard)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("micro", [3, 4], ids=["unequal", "equal"])
+def test_pieces_are_taken_from_the_host_and_train_the_same(apart, micro):
+    expected = train(lambda: classifier(metrics=["accuracy"]), numbers(), classes(), epochs=3)
+    received = trained(micro_batch_size=micro)
+    check_same(expected, received)
+    assert {row[1:] for row in apart if row[0] > 1} == {("pinned_host", "device")}
+
+
+@pytest.mark.usefixtures("float64")
+def test_whole_batches_are_put_on_the_device(apart):
+    expected = train(lambda: classifier(metrics=["accuracy"]), numbers(), classes(), epochs=3)
+    check_same(expected, trained(verbose=0))
+    assert set(apart) == {(1, "device", "device")}
+
+
+def test_small_batches_in_pieces_are_where_keras_puts_them(apart, monkeypatch):
+    monkeypatch.setattr("oomproof.backends.jax.step._LARGE", 1.0)
+    trained(micro_batch_size=4)
+    assert {row[1:] for row in apart} == {("device", "device")}
+
+
+def test_inputs_that_an_own_loss_may_read_are_on_the_device(apart):
+    import keras
+
+    class Own(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True))
+
+    def make():
+        inputs = keras.Input((4,))
+        model = Own(inputs, keras.layers.Dense(3)(inputs))
+        model.compile("sgd")
+        return model
+
+    train(make, numbers(), classes(), epochs=1, guard={"micro_batch_size": 4})
+    assert {row[1] for row in apart} == {"device"}
+
+
+def test_a_feed_hands_out_every_batch_in_order_and_one_ahead():
+    from oomproof.backends.jax.batches import Feed
+
+    read = []
+
+    def batches():
+        for number in range(4):
+            read.append(number)
+            yield (np.full((2, 3), number, "float32"), np.array([number, number]))
+
+    feed, handed = Feed(classifier(), batches()), []
+    for x, y in feed:
+        handed.append((float(x[0, 0]), int(y[0]), len(read)))
+    # How batches run is not known before one has: the first is handed out before another is read.
+    assert handed == [(0.0, 0, 1), (1.0, 1, 3), (2.0, 2, 4), (3.0, 3, 4)]
+
+
+def test_a_batch_that_has_no_place_is_handed_out_all_the_same(monkeypatch):
+    import jax
+
+    from oomproof.backends.jax import batches
+
+    def no_room(data, from_host):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(batches, "placed", no_room)
+    batch = (np.ones((2, 3)), np.ones(2))
+    assert next(batches.Feed(classifier(), iter([batch]))) is batch
+
+
+def test_iterators_of_others_and_such_that_have_begun_are_left_alone():
+    from keras.src.backend.jax.trainer import JAXEpochIterator
+
+    from oomproof.backends.jax.batches import Feed, fed
+
+    model, data = classifier(), [(np.ones((2, 8)), np.ones(2))] * 3
+    others = (batch for batch in data)
+    assert fed(model, others) is others
+    epoch = JAXEpochIterator(np.ones((6, 8)), np.ones(6), batch_size=2)
+    begun = epoch._one_batch_ahead_iterator(iter(data))
+    next(begun)
+    assert fed(model, begun) is begun
+    fresh = epoch._one_batch_ahead_iterator(iter(data))
+    assert isinstance(fed(model, fresh), Feed)
+    assert fed(model, fresh) is fed(model, fresh)
+
+
+def test_xla_is_told_of_the_room_there_is_where_that_is_less_than_it_thinks():
+    import jax
+
+    from oomproof.backends.jax.device import Room
+    from oomproof.backends.jax.programs import limited_to
+
+    given, made = [jax.device_put(np.zeros(100, "int8"))], [jax.ShapeDtypeStruct((200,), "int8")]
+    name = "xla_gpu_memory_limit_slop_factor"
+    # Of 1300 bytes less 300 of arguments and results, 700 less 200 of results may be taken.
+    assert limited_to(Room(1300, 700), given, made) == {name: 50}
+    # What is on the host still has to be put on the device.
+    assert limited_to(Room(1300, 700), [np.zeros(100, "int8")], made) == {name: 40}
+    assert limited_to(Room(1300, 1200), given, made) == {}
+    assert limited_to(Room(1300, 150), given, made) == {}
