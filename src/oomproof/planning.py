@@ -50,7 +50,7 @@ class Way:
         run_cost: Time to begin a run of stretches again, as a share of that of its plain step's forward pass.
         equal_pieces_only: Whether numbers of pieces are powers of two.
         adds_up: Whether the gradients of a piece are made beside the sum over pieces, not in it.
-        batch_on_device: Whether the whole batch stays on the device while its pieces run.
+        batch_on_device: The part of the batch that is on the device, for all samples, while its pieces run.
         commit: Bytes of new values that are made beside the old ones before they take their place.
     """
 
@@ -66,7 +66,7 @@ class Way:
     run_cost: float = 0.0
     equal_pieces_only: bool = False
     adds_up: bool = True
-    batch_on_device: bool = True
+    batch_on_device: float = 1.0
     commit: int = 0
 
 
@@ -198,16 +198,15 @@ class _Piece:
             factor = Fraction(chain.peak - base, sum_of_parts - base)
         if not Fraction(1, _FAR_OFF) <= factor <= _FAR_OFF:
             base, factor = 0, Fraction(max(1, chain.peak), max(1, sum_of_parts))
-        batch = remat.share(chain.inputs, batch_size, chain.batch_size)
+        batch = math.ceil(way.batch_on_device * remat.share(chain.inputs, batch_size, chain.batch_size))
         rows = remat.share(chain.rows, batch_size, chain.batch_size)  # The update needs those of all pieces.
-        there = chain.resident + gradients + rows + (batch if way.batch_on_device else 0)
+        there = chain.resident + gradients + rows + batch
         least = there + way.commit if way.commit else 0
         if micro >= batch_size:
             piece = cls._made(chain, batch_size)
             return dataclasses.replace(piece, updating=piece.updating + rows, base=base, factor=factor, least=least)
         piece = cls._made(chain, micro, in_sum=not way.adds_up)
-        extra = (gradients if way.adds_up else 0) + rows
-        extra += batch if way.batch_on_device else 0
+        extra = (gradients if way.adds_up else 0) + rows + batch
         return dataclasses.replace(
             piece, updating=piece.updating + rows, extra=extra, base=base, factor=factor, least=least
         )

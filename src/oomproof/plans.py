@@ -373,7 +373,7 @@ class Planner:
             run_cost=_LAYERS_TO_BEGIN / max(1, chain.calls) * host / (1 + host),
             equal_pieces_only=workload.jit and backend.name != "torch",
             adds_up=backend.name != "torch",
-            batch_on_device=not backend.cuts_on_host(model, workload),
+            batch_on_device=backend.batch_on_device(model, workload),
             commit=_resident(model) + self._while_updating(),
         )
 

@@ -13,6 +13,8 @@ from oomproof.step import recover
 # How many may be run; under XLA each of them is a compile.
 _PROBES = 8
 _COMPILED_PROBES = 3
+# How many of them may fail: each is a wait on TensorFlow.
+_FAILURES = 2
 
 
 def probe(
@@ -26,6 +28,7 @@ def probe(
     if compiled and bold:
         return  # Each size would be compiled for nothing: XLA's own error says what was needed.
     fixed = step.resident()["gradients"] if batch.phase == "train" else 0
+    failures = 0
     for _ in range(_COMPILED_PROBES if compiled else _PROBES):
         free = gauge.free()
         size = recover.next_probe(
@@ -44,11 +47,14 @@ def probe(
         if failed:
             # Here the except block is left and its frames are gone, so memory can come back.
             gauge.release()
+            failures += 1
             sizing.evidence = sizing.evidence.with_failure(samples * batch.unit, free)
             message = f"{samples} samples do not fit, tried to see what fits; nothing lost"
             seconds = time.perf_counter() - began
             journal.note("oom", batch.phase, batch.size, message, before=samples, free=free, seconds=seconds)
-            return
+            if not sizing.evidence.needs or failures == _FAILURES:
+                return
+            continue
         measure(gauge, journal, sizing, samples * batch.unit, before)
 
 

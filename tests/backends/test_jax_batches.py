@@ -4,8 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from here import only
-from models import check_same, classes, classifier, numbers, train
+from here import only, out_of_memory
+from models import BATCH, SAMPLES, check_same, classes, classifier, numbers, train
+
+import oomproof
 
 pytestmark = only("jax", because="XLA programs that take pieces from the host, and are told of a limit")
 
@@ -54,6 +56,104 @@ def test_pieces_are_taken_from_the_host_and_train_the_same(apart, micro):
     assert {row[1:] for row in apart if row[0] > 1} == {("pinned_host", "device")}
 
 
+def test_a_short_batch_that_runs_whole_changes_nothing_for_the_others(apart):
+    trained(micro_batch_size=6)
+    assert SAMPLES % BATCH <= 6
+    assert {row for row in apart if row[0] > 1} == {(2, "pinned_host", "device")}
+    assert {row for row in apart if row[0] == 1} == {(1, "device", "device")}
+
+
+def test_a_batch_on_the_device_stays_there_and_the_next_ones_do_not_follow(apart):
+    def fit_again(model):
+        model.train_on_batch(numbers()[:BATCH], classes()[:BATCH])
+        model.fit(numbers(), classes(), batch_size=BATCH, verbose=0)
+
+    model = classifier()
+    oomproof.guard(model, micro_batch_size=4)
+    model.fit(numbers(), classes(), batch_size=BATCH, verbose=0)
+    apart.clear()
+    fit_again(model)
+    on_the_device = [row[1] for row in apart].index("pinned_host")
+    assert on_the_device == 1
+    assert {row[1] for row in apart[1:]} == {"pinned_host"}
+
+
+@pytest.mark.usefixtures("float64")
+def test_memory_that_runs_out_in_a_later_batch(apart, monkeypatch):
+    from oomproof.backends.jax.flights import Flight
+
+    original, landed = Flight.land, []
+
+    def land(flight):
+        landed.append(flight)
+        if len(landed) == 4:
+            raise out_of_memory()
+        return original(flight)
+
+    expected = train(lambda: classifier(metrics=["accuracy"]), numbers(), classes(), epochs=5)
+    monkeypatch.setattr(Flight, "land", land)
+    received = train(lambda: classifier(metrics=["accuracy"]), numbers(), classes(), epochs=5, guard={})
+    check_same(expected, received)
+    assert apart[-1][1] == "pinned_host"
+
+
+@pytest.mark.usefixtures("float64")
+def test_where_the_host_has_no_such_memory_batches_are_on_the_device(apart, monkeypatch):
+    import jax
+
+    from oomproof.backends.jax import batches
+
+    def refused(leaf):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: failed to allocate pinned host memory")
+
+    monkeypatch.setattr(batches, "_to_host", refused)
+    expected = train(lambda: classifier(metrics=["accuracy"]), numbers(), classes(), epochs=3)
+    check_same(expected, trained(micro_batch_size=4))
+    assert {row[1:] for row in apart} == {("device", "device")}
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("guard", [{"verbose": 0}, {"micro_batch_size": 4}], ids=["whole", "pieces"])
+def test_steps_that_run_op_by_op_are_fed_by_keras(apart, guard):
+    def eager():
+        model = classifier()
+        model.run_eagerly = True
+        return model
+
+    expected = train(eager, numbers(), classes(), epochs=1)
+    check_same(expected, train(eager, numbers(), classes(), epochs=1, guard=guard))
+
+
+@pytest.mark.parametrize("guard", [{"verbose": 0}, {"micro_batch_size": 4}], ids=["whole", "pieces"])
+def test_sparse_inputs_are_on_the_device(apart, guard, monkeypatch):
+    import keras
+    import scipy.sparse
+
+    from oomproof.backends.jax.step import JaxStep
+
+    monkeypatch.setattr("oomproof.backends.jax.JaxStep._program", JaxStep._program)
+    inputs = keras.Input((4,), sparse=True)
+    model = keras.Model(inputs, keras.layers.Dense(3)(inputs))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    oomproof.guard(model, **guard)
+    model.fit(scipy.sparse.csr_matrix(numbers()), classes(), batch_size=BATCH, verbose=0)
+
+
+def test_targets_are_on_the_device_and_planned_for():
+    import keras
+
+    def plan_of(targets):
+        inputs = keras.Input((256,))
+        model = keras.Model(inputs, keras.layers.Dense(targets)(inputs))
+        model.compile("sgd", "mse")
+        return oomproof.plan(model, 2**16, budget=96 * 2**20, cache=False)
+
+    # 64 MiB of inputs, and either next to no targets or as many, once for this batch and once for the next.
+    assert plan_of(1).predicted < 96 * 2**20
+    with pytest.raises(oomproof.CannotFitError):
+        plan_of(256)
+
+
 @pytest.mark.usefixtures("float64")
 def test_whole_batches_are_put_on_the_device(apart):
     expected = train(lambda: classifier(metrics=["accuracy"]), numbers(), classes(), epochs=3)
@@ -94,8 +194,8 @@ def test_a_feed_hands_out_every_batch_in_order_and_one_ahead():
             read.append(number)
             yield (np.full((2, 3), number, "float32"), np.array([number, number]))
 
-    feed, handed = Feed(classifier(), batches()), []
-    for x, y in feed:
+    model, handed = classifier(), []
+    for x, y in Feed(model, batches()):
         handed.append((float(x[0, 0]), int(y[0]), len(read)))
     # How batches run is not known before one has: the first is handed out before another is read.
     assert handed == [(0.0, 0, 1), (1.0, 1, 3), (2.0, 2, 4), (3.0, 3, 4)]
@@ -110,8 +210,8 @@ def test_a_batch_that_has_no_place_is_handed_out_all_the_same(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     monkeypatch.setattr(batches, "placed", no_room)
-    batch = (np.ones((2, 3)), np.ones(2))
-    assert next(batches.Feed(classifier(), iter([batch]))) is batch
+    model, batch = classifier(), (np.ones((2, 3)), np.ones(2))
+    assert next(batches.Feed(model, iter([batch]))) is batch
 
 
 def test_iterators_of_others_and_such_that_have_begun_are_left_alone():

@@ -141,6 +141,24 @@ def test_one_sample_that_does_not_fit_is_found_out_soon(phase):
     assert not driver.step.done
 
 
+def test_a_model_that_is_mostly_weights_does_not_run_by_single_samples(monkeypatch):
+    """What a sample takes is hidden behind gradients, so the first larger size that is tried may fail."""
+    gradients = 890
+
+    def peak(step, samples):
+        # Gradients grow while what was kept shrinks: the peak is at one end or the other.
+        step.memory.take(max(gradients + 1, 30 * samples), "step")
+
+    monkeypatch.setattr(FakeStep, "_gradients", peak)
+    monkeypatch.setattr(FakeStep, "resident", lambda step: {"weights": 0, "optimizer": 0, "gradients": gradients})
+    driver = driver_on(1000)
+    driver.run("train", BATCH)
+    ((_, _, pieces),) = driver.step.done
+    assert driver.memory.failures <= 4
+    # 33 samples fit. By what one of them took it would be one.
+    assert 256 / pieces > 8
+
+
 def test_other_errors_pass_through_untouched():
     driver = driver_on(1000)
     error = ZeroDivisionError("the user's")

@@ -80,6 +80,17 @@ def test_probes_end_and_stay_within_memory(line, batch):
         assert probes <= 30
 
 
+def test_after_a_probe_that_failed_the_next_is_between_it_and_what_went_through():
+    evidence = Evidence().with_need(4, 900).with_failure(100, FREE)
+    assert recover.next_probe(evidence, FREE, 2000, 4, 0.93) == 20
+    assert recover.next_probe(evidence.with_need(68, 900), FREE, 2000, 4, 0.93) is None
+    # The batch itself has failed: that is why there are probes.
+    whole = Evidence().with_need(4, 900).with_failure(2000, FREE)
+    assert recover.next_probe(whole, FREE, 2000, 4, 0.93) == recover.next_probe(
+        Evidence().with_need(4, 900), FREE, 2000, 4, 0.93
+    )
+
+
 def test_probes_are_whole_samples():
     evidence = Evidence().with_need(48, 1000)
     assert recover.next_probe(evidence, FREE, 48 * 64, 48, 0.93) % 48 == 0

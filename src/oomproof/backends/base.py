@@ -187,8 +187,8 @@ class Backend(Protocol):
     def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
         """(loss, gradients) of the whole batch, with at most `micro` samples at a time."""
 
-    def cuts_on_host(self, model: Any, workload: Workload) -> bool:
-        """Whether pieces are cut from a batch that stays on the host. If not, all of it is moved to the device."""
+    def batch_on_device(self, model: Any, workload: Workload) -> float:
+        """The part of a batch that is on the device, for all samples, while its pieces run."""
 
     def trace(self, model: Any, workload: Workload) -> Trace:
         """The step as it would run, from shapes alone. The model stays as it was."""

@@ -10,6 +10,7 @@ Sizes are whole numbers in any unit; the driver counts in bytes of samples.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 # Allocators lose a few percent to rounding and gaps, and peaks are only nearly linear in the piece size.
 HEADROOM = 0.93
@@ -124,11 +125,15 @@ def next_probe(
     Starts at one sample, of size `sample`. What one size needs, beyond the `fixed` part, bounds what a larger one can
     need (in proportion), so the next size is as large as that bound allows. Where most of the need turns out to be
     fixed the bound allows nothing; a `bold` search then goes by the growth so far, in small steps. The one risk it
-    takes is to try two samples where one needs more than half of what there is.
+    takes is to try two samples where one needs more than half of what there is. Where a size it tried has failed, it
+    looks between that and what went through: one sample says little of a model that is mostly weights.
     """
     if not evidence.needs:
         return sample
     size, need = evidence.needs[-1]
+    if tried := [failure.size for failure in evidence.failures if size < failure.size < batch]:
+        between = math.isqrt(size * min(tried)) // sample * sample
+        return between if between >= size * 1.5 else None
     room = free * headroom
     fixed = min(fixed, need - 1)
     candidate = size * (room - fixed) // max(need - fixed, 1) // sample * sample

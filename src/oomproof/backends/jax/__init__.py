@@ -31,6 +31,7 @@ from oomproof.backends.jax.state import live_state
 from oomproof.backends.jax.step import JaxStep
 from oomproof.records import Phase
 from oomproof.tracing import Compiled, Trace, Workload
+from oomproof.units import tensor_bytes
 
 
 class JaxBackend:
@@ -86,8 +87,14 @@ class JaxBackend:
     def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
         return full_batch_gradients(loss_fn, variables, data, micro)
 
-    def cuts_on_host(self, model: Any, workload: Workload) -> bool:
-        return workload.target.gpu and can_stay_on_host(model)
+    def batch_on_device(self, model: Any, workload: Workload) -> float:
+        if not (workload.target.gpu and workload.jit and can_stay_on_host(model)):
+            return 1.0
+        inputs, targets = (
+            sum(tensor_bytes(spec.shape, spec.dtype) for spec in tree.flatten(part) if spec is not None)
+            for part in (workload.x, workload.y)
+        )
+        return targets / max(1, inputs + targets)
 
     def trace(self, model: Any, workload: Workload) -> Trace:
         # Loaded when it is used: training needs none of it.

@@ -11,7 +11,7 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from types import GeneratorType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import keras
@@ -22,7 +22,16 @@ from keras.src.backend.jax.trainer import JAXEpochIterator
 from oomproof.backends.common.model import overrides, unpack
 
 _feeds: weakref.WeakKeyDictionary[Any, Feed] = weakref.WeakKeyDictionary()
-_from_host: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_wanted: weakref.WeakKeyDictionary[Any, Wanted] = weakref.WeakKeyDictionary()
+# Models whose batches the host has no such memory for.
+_refused: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Wanted(NamedTuple):
+    """Where the batches of a model are to be, by its largest so far. Smaller ones, such as the last, say nothing."""
+
+    from_host: bool
+    samples: int
 
 
 class Feed:
@@ -34,12 +43,12 @@ class Feed:
     """
 
     def __init__(self, model: Any, batches: Iterator[Any]) -> None:
-        self._model = model
+        self._model = weakref.ref(model)
         self._batches = iter(batches)
         self._ahead: list[Any] = []
         # How a model's batches will run is not known before it has seen one. That one takes nothing from the device.
-        self._looks_ahead = model in _from_host
-        _from_host.setdefault(model, True)
+        self._looks_ahead = model in _wanted
+        _wanted.setdefault(model, Wanted(from_host=True, samples=0))
 
     def __iter__(self) -> Feed:
         return self
@@ -52,10 +61,11 @@ class Feed:
         return batch
 
     def _placed(self, batch: Any) -> Any:
+        model = self._model()
         try:
-            return placed(batch, _from_host[self._model])
+            return batch if model is None else placed(batch, _wanted[model].from_host)
         except (jax.errors.JaxRuntimeError, ValueError):
-            return batch  # No room on the device: the step will say so, who can do something about it.
+            return batch  # There is no room for it: the step will see that, who can do something about it.
 
 
 def fed(model: Any, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -75,29 +85,44 @@ def fed(model: Any, iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def can_stay_on_host(model: Any) -> bool:
-    """Whether programs can take a model's inputs piece by piece, and nobody wants to see all of them at once."""
+    """Whether a compiled step can take a model's inputs piece by piece, and nobody wants to see all of them at once."""
+    compiled = model.jit_compile and not model.run_eagerly
     reads_inputs = any(overrides(model, method) for method in ("compute_loss", "compute_metrics"))
-    return hasattr(jax, "memory") and not reads_inputs and keras.distribution.distribution() is None
+    known = hasattr(jax, "memory") and model not in _refused
+    return bool(compiled) and known and not reads_inputs and keras.distribution.distribution() is None
 
 
 def batches_on_device(model: Any) -> int:
     """How many batches are on the device when a step begins: none that stay on the host, or this one and the next."""
-    return 0 if _from_host.get(model, False) else 2
+    return 0 if model in _wanted and _wanted[model].from_host else 2
 
 
 def where_wanted(model: Any, data: Any, from_host: bool) -> Any:
-    """A batch in its place. Those that follow will be there at once."""
-    if model in _from_host:
-        _from_host[model] = from_host
-    return placed(data, from_host)
+    """A batch in its place, and those that follow will be there at once. What is on the device stays there."""
+    inputs = arrays(unpack(data)[0])
+    samples = inputs[0].shape[0]
+    if model in _wanted and samples >= _wanted[model].samples:
+        _wanted[model] = Wanted(from_host, samples)
+    if from_host and all(map(is_on_host, inputs)):
+        try:
+            return placed(data, from_host=True)
+        except (jax.errors.JaxRuntimeError, ValueError):
+            # No more memory of that kind on the host. It is no shortage of the device, and pieces would not help.
+            _refused.add(model)
+            _wanted[model] = Wanted(False, samples)
+    return placed(data, from_host=False)
 
 
 def placed(data: Any, from_host: bool) -> Any:
     """A batch on the device, or with its inputs in memory of the host that the device can read."""
     x, y, sample_weight = unpack(data)
-    x = tree.map_structure(_to_host if from_host else to_device, x)
+    x = tree.map_structure(_to_host if from_host and is_dense(x) else to_device, x)
     y, sample_weight = (tree.map_structure(to_device, part) for part in (y, sample_weight))
     return (x,) if y is None and sample_weight is None else (x, y) if sample_weight is None else (x, y, sample_weight)
+
+
+def is_dense(x: Any) -> bool:
+    return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in arrays(x))
 
 
 def arrays(structure: Any) -> list[Any]:
@@ -106,17 +131,15 @@ def arrays(structure: Any) -> list[Any]:
 
 def is_on_host(leaf: Any) -> bool:
     """Whether an array, or what stands for it in a trace, is in the host's memory."""
-    if isinstance(leaf, np.ndarray):
-        return True
+    if not isinstance(leaf, jax.Array):
+        return isinstance(leaf, np.ndarray)
     return hasattr(jax, "memory") and getattr(jax.typeof(leaf), "memory_space", None) == jax.memory.Space.Host
 
 
 def to_device(leaf: Any) -> Any:
-    if leaf is None or not isinstance(leaf, jax.Array | np.ndarray):
-        return leaf if leaf is None else jax.device_put(leaf)
-    if isinstance(leaf, np.ndarray):
-        return jax.device_put(leaf)
-    return jax.device_put(leaf, jax.memory.Space.Device) if is_on_host(leaf) else leaf
+    if leaf is None or (isinstance(leaf, jax.Array) and not is_on_host(leaf)):
+        return leaf
+    return jax.device_put(leaf, jax.memory.Space.Device) if isinstance(leaf, jax.Array) else jax.device_put(leaf)
 
 
 def _to_host(leaf: Any) -> Any:

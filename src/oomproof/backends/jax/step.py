@@ -57,13 +57,12 @@ class JaxStep(ModelStep):
 
     def _in_place(self, data: Any, pieces: int) -> Any:
         """The batch where its program is to find it: a large one that runs in pieces stays on the host."""
-        if not self._apart_from_host or self._eager or not batches.can_stay_on_host(self.model):
+        if not self._apart_from_host or self._eager:
             return data
-        inputs = batches.arrays(unpack(data)[0])
-        limit = self._memory.describe().limit
-        large = limit is not None and sum(leaf.nbytes for leaf in inputs) > _LARGE * limit
-        there = all(batches.is_on_host(leaf) for leaf in inputs)
-        return batches.where_wanted(self.model, data, pieces > 1 and large and there)
+        x, limit = unpack(data)[0], self._memory.describe().limit
+        stays = pieces > 1 and batches.can_stay_on_host(self.model) and batches.is_dense(x)
+        large = limit is not None and stays and sum(leaf.nbytes for leaf in batches.arrays(x)) > _LARGE * limit
+        return batches.where_wanted(self.model, data, stays and large)
 
     # Running it
 

@@ -90,9 +90,9 @@ class TensorFlowBackend:
     def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
         return full_batch_gradients(loss_fn, variables, data, micro)
 
-    def cuts_on_host(self, model: Any, workload: Workload) -> bool:
+    def batch_on_device(self, model: Any, workload: Workload) -> float:
         # XLA's programs take whole batches. On a CPU the host's memory is what there is.
-        return workload.target.gpu and not workload.jit
+        return 0.0 if workload.target.gpu and not workload.jit else 1.0
 
     def trace(self, model: Any, workload: Workload) -> Trace:
         # Loaded when it is used: training needs none of it.

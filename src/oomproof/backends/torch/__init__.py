@@ -92,8 +92,8 @@ class TorchBackend:
     def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
         return full_batch_gradients(loss_fn, variables, _as_arrays(data), micro)
 
-    def cuts_on_host(self, model: Any, workload: Workload) -> bool:
-        return True
+    def batch_on_device(self, model: Any, workload: Workload) -> float:
+        return 0.0  # Pieces are moved one by one.
 
     def trace(self, model: Any, workload: Workload) -> Trace:
         # Loaded when it is used: training needs none of it.
