@@ -113,15 +113,12 @@ def test_where_the_host_has_no_such_memory_batches_are_on_the_device(apart, monk
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("mode", ["eager", "uncompiled"])
 @pytest.mark.parametrize("guard", [{"verbose": 0}, {"micro_batch_size": 4}], ids=["whole", "pieces"])
-def test_steps_that_run_op_by_op_are_fed_by_keras(apart, guard):
-    def eager():
-        model = classifier()
-        model.run_eagerly = True
-        return model
-
-    expected = train(eager, numbers(), classes(), epochs=1)
-    check_same(expected, train(eager, numbers(), classes(), epochs=1, guard=guard))
+def test_steps_that_run_op_by_op_are_fed_by_keras(apart, mode, guard):
+    expected = train(classifier, numbers(), classes(), epochs=1, mode=mode)
+    check_same(expected, train(classifier, numbers(), classes(), epochs=1, mode=mode, guard=guard))
+    assert {row[1:] for row in apart} == {("device", "device")}
 
 
 @pytest.mark.parametrize("guard", [{"verbose": 0}, {"micro_batch_size": 4}], ids=["whole", "pieces"])
