@@ -9,7 +9,8 @@ XLA, LLVM, OpenMP. So that tensors are what runs out, and equal steps need equal
 
 - small requests find a reserve in the heap, made of holes too small for a tensor;
 - large ones find no hole in the heap, so each is a mapping of its own, which counts when it is made and no longer;
-- JAX compiles outside of the limit, as it would beside a GPU.
+- JAX compiles outside of the limit, as it would beside a GPU;
+- threads, of which Keras starts one more for its callbacks when the machine is slow, have small stacks, for they count.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import mmap
 import os
 import resource
 import sys
+import threading
 import time
 
 MIB = 2**20
@@ -110,6 +112,7 @@ class ProcessLimit(Unlimited):
     """RLIMIT_DATA: `limit` MiB more than what the warm process has."""
 
     def __init__(self, backend, limit):
+        threading.stack_size(MIB // 2)
         self._backend, self._limit = backend, limit * MIB
         self._libc = ctypes.CDLL(None)
         self._libc.malloc.restype = ctypes.c_void_p
