@@ -34,6 +34,10 @@ def main() -> None:
     if chosen.child:
         print(json.dumps(_trained(**json.loads(chosen.child))))
         return
+    from _common import environment, write_result
+
+    if environment()["gpu"] is None:
+        sys.exit("This is about the memory of a GPU, and there is none here.")
     backend, rows = os.environ.get("KERAS_BACKEND", "tensorflow"), []
     for pieces in map(int, chosen.pieces.split(",")):
         for way in WAYS:
@@ -43,8 +47,6 @@ def main() -> None:
             failed = {"error": child.stderr.strip()[-400:]} if child.returncode else {}
             rows.append(wanted | (failed or json.loads(child.stdout.strip().splitlines()[-1])))
             print(rows[-1], flush=True)
-    from _common import write_result
-
     asked = f"KERAS_BACKEND={backend} python benchmarks/host_fed.py --pieces {chosen.pieces}"
     write_result(f"host-fed-gpu-{backend}", {"command": asked, "rows": rows})
 

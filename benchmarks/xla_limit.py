@@ -32,6 +32,10 @@ def main() -> None:
     if chosen.child:
         print(json.dumps(_compiled(**json.loads(chosen.child))))
         return
+    from _common import environment, write_result
+
+    if environment()["gpu"] is None:
+        sys.exit("This is about how XLA compiles for a GPU, and there is none here.")
     end, rows = time.monotonic() + chosen.total_s, list[dict[str, Any]]()
 
     def ask(**wanted: Any) -> dict[str, Any]:
@@ -51,8 +55,6 @@ def main() -> None:
             usable = plain["limit"] - plain["arguments"] - plain["results"]
             ask(model=model, share=share, slop=max(1, int(100 * room / usable)))
             ask(model=model, share=share, fraction=(room + plain["arguments"] + plain["results"]) / plain["card"])
-    from _common import write_result
-
     write_result("xla-limit-gpu", {"command": "python benchmarks/xla_limit.py", "rows": rows})
 
 
