@@ -35,7 +35,8 @@ def main() -> None:
     from _common import environment, write_result
 
     if environment()["gpu"] is None:
-        sys.exit("This is about how XLA compiles for a GPU, and there is none here.")
+        print("needs a GPU", file=sys.stderr)
+        return
     end, rows = time.monotonic() + chosen.total_s, list[dict[str, Any]]()
 
     def ask(**wanted: Any) -> dict[str, Any]:
