@@ -46,12 +46,11 @@ JIT: Any = {"auto": "auto", "yes": True, "no": False}[arguments.jit]
 Workload = tuple[Callable[[], Any], Any, Any]
 
 
-def conv(size: int, blocks: int, width: int, batch: int, patch: int = 0) -> Workload:
-    """Convolutions and LayerNorm: no batch statistics, so pieces are exact. With patches the batch is large in it."""
+def conv(size: int, blocks: int, width: int, batch: int) -> Workload:
+    """Convolutions and LayerNorm: no batch statistics, so pieces are exact."""
 
     def make() -> Any:
         layers = [keras.Input((size, size, 3))]
-        layers += [keras.layers.Conv2D(width, patch, patch)] if patch else []
         for _ in range(blocks):
             layers += [
                 keras.layers.Conv2D(width, 3, padding="same", activation="relu"),
@@ -84,8 +83,6 @@ def residual(size: int, batch: int) -> Workload:
 def workload(name: str) -> Workload:
     if name == "residual":
         return residual(32, 16) if arguments.device == "cpu" else residual(224, 128)
-    if name == "images":
-        return conv(32, 2, 16, 64, patch=4) if arguments.device == "cpu" else conv(224, 4, 64, 512, patch=8)
     if arguments.device == "cpu":
         return conv(32, 4, 32, 64) if name == "conv" else transformer(2, 64, 64, 16)
     # About as large as the nets of the first measurements: 9.9 GB and 14.9 GB of activations with XLA.

@@ -214,6 +214,22 @@ def test_loops_count_what_they_stack_and_what_is_inside():
     assert {buffer.layer for buffer in stacked} == {"gru"}
 
 
+def test_loops_are_known_in_the_words_of_either_jax():
+    """From 0.11 on a scan says what it carries as trees of its operands: those of all rounds, carried, and given."""
+    import jax
+
+    from oomproof.backends.jax import program
+
+    def loop(carry, given):
+        return jax.lax.scan(lambda carry, x: ((carry[0] + x, carry[1] * x), x), carry, given)
+
+    (scan,) = jax.make_jaxpr(loop)((1.0, 2.0), np.ones(3, "float32")).eqns
+    older = dict(scan.params) | {"num_carry": 2}
+    newer = {name: value for name, value in older.items() if name != "num_carry"}
+    newer["ft_in"] = type("Trees", (), {"unpack": lambda self: ((), (None, None), (None,))})()
+    assert [program._facts("scan", params, [])["carried"] for params in (older, newer)] == [2, 2]
+
+
 def test_on_a_gpu_an_lstm_is_cudnns():
     keras.utils.clear_session(free_memory=False)
     model = keras.Sequential([keras.Input((20, 8)), layers.LSTM(32, name="lstm"), layers.Dense(4, "softmax")])

@@ -8,6 +8,7 @@ batches are read here, in the place of the iterator that Keras would have put th
 from __future__ import annotations
 
 import inspect
+import itertools
 import weakref
 from collections.abc import Iterator
 from types import GeneratorType
@@ -20,6 +21,7 @@ from keras import tree
 from keras.src.backend.jax.trainer import JAXEpochIterator
 
 from oomproof.backends.common.model import overrides, unpack
+from oomproof.backends.common.step import batch_leaves
 
 _feeds: weakref.WeakKeyDictionary[Any, Feed] = weakref.WeakKeyDictionary()
 _wanted: weakref.WeakKeyDictionary[Any, Wanted] = weakref.WeakKeyDictionary()
@@ -56,7 +58,7 @@ class Feed:
     def __next__(self) -> Any:
         batch = self._ahead.pop() if self._ahead else self._placed(next(self._batches))
         if self._looks_ahead:
-            self._ahead.extend(self._placed(another) for another in _first(self._batches))
+            self._ahead.extend(map(self._placed, itertools.islice(self._batches, 1)))
         self._looks_ahead = True
         return batch
 
@@ -99,7 +101,7 @@ def batches_on_device(model: Any) -> int:
 
 def where_wanted(model: Any, data: Any, from_host: bool) -> Any:
     """A batch in its place, and those that follow will be there at once. What is on the device stays there."""
-    inputs = arrays(unpack(data)[0])
+    inputs = batch_leaves(unpack(data)[0])
     samples = inputs[0].shape[0]
     if model in _wanted and samples >= _wanted[model].samples:
         _wanted[model] = Wanted(from_host, samples)
@@ -122,11 +124,7 @@ def placed(data: Any, from_host: bool) -> Any:
 
 
 def is_dense(x: Any) -> bool:
-    return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in arrays(x))
-
-
-def arrays(structure: Any) -> list[Any]:
-    return [leaf for leaf in tree.flatten(structure) if leaf is not None]
+    return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in batch_leaves(x))
 
 
 def is_on_host(leaf: Any) -> bool:
@@ -147,10 +145,3 @@ def _to_host(leaf: Any) -> Any:
         return leaf
     device = jax.local_devices()[0]
     return jax.device_put(leaf, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
-
-
-def _first(batches: Iterator[Any]) -> Iterator[Any]:
-    """The next batch, if there is one."""
-    for batch in batches:
-        yield batch
-        return

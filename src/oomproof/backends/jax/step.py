@@ -21,7 +21,7 @@ from keras import tree
 from oomproof.backends.common.engine import PendingWrites
 from oomproof.backends.common.model import unpack
 from oomproof.backends.common.phases import Phases
-from oomproof.backends.common.step import ModelStep
+from oomproof.backends.common.step import ModelStep, batch_leaves
 from oomproof.backends.jax import batches
 from oomproof.backends.jax.device import JaxMemory
 from oomproof.backends.jax.engine import JaxEngine
@@ -61,7 +61,7 @@ class JaxStep(ModelStep):
             return data
         x, limit = unpack(data)[0], self._memory.describe().limit
         stays = pieces > 1 and batches.can_stay_on_host(self.model) and batches.is_dense(x)
-        large = limit is not None and stays and sum(leaf.nbytes for leaf in batches.arrays(x)) > _LARGE * limit
+        large = limit is not None and stays and sum(leaf.nbytes for leaf in batch_leaves(x)) > _LARGE * limit
         return batches.where_wanted(self.model, data, stays and large)
 
     # Running it
