@@ -1,17 +1,20 @@
 """What single layers take besides their tensors, on a GPU: convolutions and recurrent layers, one after another.
 
     KERAS_BACKEND=torch python benchmarks/estimate/kernels.py --seconds 60 --out DIR         also jax, tensorflow
+    KERAS_BACKEND=jax python benchmarks/estimate/kernels.py --numbers 15,52 --option NAME=VALUE --out DIR
 
 The layers are drawn at random, always the same ones, and none is of the zoo that estimates are scored on: rules for
 workspaces are to be made from these, so that the scoring half stays unseen. Every layer is a line of
 DIR/kernels-BACKEND.jsonl. On torch: bytes kept and taken forward and backward, with and without a gradient by the
-input. On JAX: the workspace XLA's autotuner settled on, by kernel. On TensorFlow: bytes beyond results, by op, after
-the first run, in which kernels are searched for.
+input. On JAX: the workspace XLA's autotuner settled on, by kernel, and what cuDNN asks for an LSTM. On TensorFlow:
+bytes beyond results, by op, after the first run, in which kernels are searched for. Layers that are in
+benchmarks/estimate/truth are not run again, unless they are asked for by number; --option is one of XLA's.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import math
@@ -27,6 +30,7 @@ COUNT = 600
 # Elements of the input or the output, at most.
 MOST = 2**26
 Layer = dict[str, Any]
+TRUTH = pathlib.Path(__file__).parent / "truth"
 
 
 def drawn() -> list[Layer]:
@@ -135,29 +139,42 @@ def on_torch(layer: Layer) -> Layer:
 
 _CALL = re.compile(r"= (\(.*?\)|\S+) custom-call\(.*?custom_call_target=\"(__cud[^\"]*)\"")
 _ALGORITHM = re.compile(r'"algo_id":"?(\d+)')
+_WINDOW = re.compile(r"window={[^}]*}, dim_labels=[^,]*")
 
 
-def on_jax(layer: Layer) -> Layer:
+def on_jax(layer: Layer, options: dict[str, str]) -> Layer:
     import jax
     import jax.numpy as jnp
+    import keras
 
-    if layer["kind"] in ("lstm", "gru"):
-        return {"skipped": "cuDNN says it itself"}
+    if layer["kind"] == "gru":
+        return {"skipped": "Keras does not hand it to cuDNN"}
+    if layer["kind"] == "lstm":
+        from jax.experimental.rnn import gpu_rnn
+
+        sizes = gpu_rnn.compute_rnn_workspace_reserve_space_sizes
+        asked = [layer[key] for key in ("inputs", "units")] + [1, layer["batch"], layer["steps"], 0.0]
+        return {str(both): list(sizes(*asked, both, False)) for both in (False, True)}
     made, shape = built(layer)
     weights = [v.value for v in made.trainable_variables]
+    # Weights are cast where a layer is called, which only happens inside a model.
+    model = keras.Sequential([keras.Input(batch_shape=shape, dtype=layer["dtype"]), made])
+
+    def called(weights: Any, x: Any) -> Any:
+        return model.stateless_call(weights, [], x)[0]
 
     def pulled(weights: Any, x: Any, gradient: Any) -> Any:
-        y, back = jax.vjp(lambda w, x: made.stateless_call(w, [], x)[0], weights, x)
+        y, back = jax.vjp(called, weights, x)
         return y, back(gradient)
 
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(layer["dtype"]))
-    out = jax.eval_shape(lambda w, x: made.stateless_call(w, [], x)[0], weights, x)
-    compiled = jax.jit(pulled).lower(weights, x, out).compile()
+    out = jax.eval_shape(called, weights, x)
+    compiled = jax.jit(pulled).lower(weights, x, out).compile(compiler_options=options)
     calls = []
     for line in compiled.as_text().splitlines():
         if match := _CALL.search(line):
-            algorithm = _ALGORITHM.search(line)
-            calls.append([match[2], match[1], algorithm[1] if algorithm else None])
+            algorithm, window = _ALGORITHM.search(line), _WINDOW.search(line)
+            calls.append([match[2], match[1], algorithm and algorithm[1], window and window[0]])
     analysis = compiled.memory_analysis()
     return {"calls": calls, "temporary": analysis.temp_size_in_bytes, "outputs": analysis.output_size_in_bytes}
 
@@ -208,17 +225,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--part", default="0/1", help="this one of so many parts, for several processes side by side")
+    parser.add_argument("--numbers", default=None, help="of the layers to run, with commas; all otherwise")
+    parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for XLA, on JAX; may be repeated")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
     os.environ |= {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    run = {"torch": on_torch, "jax": on_jax, "tensorflow": on_tensorflow}[backend]
+    wanted = [int(number) for number in options.numbers.split(",")] if options.numbers else None
+    chosen = dict(option.split("=") for option in options.option)
+    on_xla = functools.partial(on_jax, options=chosen)
+    run = {"torch": on_torch, "jax": on_xla, "tensorflow": on_tensorflow}[backend]
+    known = [json.loads(line) for line in (TRUTH / f"kernels-{backend}.jsonl").read_text().splitlines()]
+    done = {row["number"] for row in known} if wanted is None else set()
     at, parts = map(int, options.part.split("/"))
     end = time.monotonic() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / f"kernels-{backend}-{at}.jsonl").open("a") as file:
         for number, layer in enumerate(drawn()):
-            if number % parts != at:
+            if number % parts != at or number in done or (wanted is not None and number not in wanted):
                 continue
             if time.monotonic() > end:
                 break
@@ -228,6 +252,7 @@ def main() -> None:
             except Exception as error:
                 found = {"failed": f"{type(error).__name__}: {error}"[:300]}
             row = layer | found | {"number": number, "seconds": round(time.monotonic() - began, 2)}
+            row |= {"options": chosen} if chosen else {}
             file.write(json.dumps(row) + "\n")
             file.flush()
 

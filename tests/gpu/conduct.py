@@ -69,6 +69,13 @@ def host_fed(backend: str, limit: int) -> Job:
     return Job(f"host-fed-{backend}", backend, "python benchmarks/host_fed.py --pieces 16", limit, alone=True)
 
 
+def kernels(backend: str, cores: int, seconds: int, more: str = "") -> Job:
+    """What single layers take, so many processes side by side."""
+    one = f"python benchmarks/estimate/kernels.py --seconds {seconds} --part $part/{cores} --out $O {more}"
+    name = f"kernels-{backend}" + ("-option" if more else "")
+    return Job(name, backend, f"for part in $(seq 0 {cores - 1}); do {one} & done; wait", seconds + 40, cores, 30)
+
+
 # Those whose grids were cut off last time first.
 TIMED = "--models encoder,vision_transformer,plain_cnn,residual_batchnorm"
 GRAPH = "--models encoder,mlp,unet,plain_cnn"
@@ -94,6 +101,20 @@ PROGRAMS = {
         plans("tensorflow", 4, 300, f"--jit off {GRAPH} --shares 0.5,0.25", "plans-tensorflow-graph", 40),
         score("probe", "tensorflow-graph", 400),
         score("probe", "tensorflow-graph", 300, "--largest"),
+    ),
+    "truth": (
+        kernels("jax", 7, 170),
+        collect("tensorflow-xla", 7, 0.35, 520, "--limit-s 260"),
+        collect("jax", 4, 0.3, 300, "--limit-s 200"),
+        kernels("jax", 1, 90, "--numbers 79,176,226,79,176 --option xla_gpu_autotune_level=0"),
+        kernels("tensorflow", 2, 170),
+        collect("jax", 6, 0.36, 420, "--max-batch --memory 8GiB --limit-s 150"),
+    ),
+    "answers": (
+        score("probe", "tensorflow-graph", 400),
+        score("probe", "tensorflow-graph", 300, "--largest"),
+        score("compile", "jax", 300),
+        score("compile", "jax", 300, "--largest"),
     ),
 }
 
