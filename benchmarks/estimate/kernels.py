@@ -142,10 +142,30 @@ _ALGORITHM = re.compile(r'"algo_id":"?(\d+)')
 _WINDOW = re.compile(r"window={[^}]*}, dim_labels=[^,]*")
 
 
-def on_jax(layer: Layer, options: dict[str, str]) -> Layer:
+def pulled(layer: Layer) -> tuple[Any, tuple[Any, ...]]:
+    """A layer and both its gradients as one function on JAX, and the shapes of what it takes."""
     import jax
     import jax.numpy as jnp
     import keras
+
+    made, shape = built(layer)
+    weights = [v.value for v in made.trainable_variables]
+    # Weights are cast where a layer is called, which only happens inside a model.
+    model = keras.Sequential([keras.Input(batch_shape=shape, dtype=layer["dtype"]), made])
+
+    def called(weights: Any, x: Any) -> Any:
+        return model.stateless_call(weights, [], x)[0]
+
+    def function(weights: Any, x: Any, gradient: Any) -> Any:
+        y, back = jax.vjp(called, weights, x)
+        return y, back(gradient)
+
+    x = jax.ShapeDtypeStruct(shape, jnp.dtype(layer["dtype"]))
+    return function, (weights, x, jax.eval_shape(called, weights, x))
+
+
+def on_jax(layer: Layer, options: dict[str, str]) -> Layer:
+    import jax
 
     if layer["kind"] == "gru":
         return {"skipped": "Keras does not hand it to cuDNN"}
@@ -155,21 +175,8 @@ def on_jax(layer: Layer, options: dict[str, str]) -> Layer:
         sizes = gpu_rnn.compute_rnn_workspace_reserve_space_sizes
         asked = [layer[key] for key in ("inputs", "units")] + [1, layer["batch"], layer["steps"], 0.0]
         return {str(both): list(sizes(*asked, both, False)) for both in (False, True)}
-    made, shape = built(layer)
-    weights = [v.value for v in made.trainable_variables]
-    # Weights are cast where a layer is called, which only happens inside a model.
-    model = keras.Sequential([keras.Input(batch_shape=shape, dtype=layer["dtype"]), made])
-
-    def called(weights: Any, x: Any) -> Any:
-        return model.stateless_call(weights, [], x)[0]
-
-    def pulled(weights: Any, x: Any, gradient: Any) -> Any:
-        y, back = jax.vjp(called, weights, x)
-        return y, back(gradient)
-
-    x = jax.ShapeDtypeStruct(shape, jnp.dtype(layer["dtype"]))
-    out = jax.eval_shape(called, weights, x)
-    compiled = jax.jit(pulled).lower(weights, x, out).compile(compiler_options=options)
+    function, arguments = pulled(layer)
+    compiled = jax.jit(function).lower(*arguments).compile(compiler_options=options)
     calls = []
     for line in compiled.as_text().splitlines():
         if match := _CALL.search(line):

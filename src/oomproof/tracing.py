@@ -91,6 +91,7 @@ class Buffer:
             a gradient with respect to a weight is one of the `"gradients"`; the rest is `"temporary"`.
         layer: The layer whose op made it, or whose weight or weight's gradient or slot it is; empty for none.
         fixed: Whether a kernel takes as much for a part of the batch.
+        workspace: Whether it is what an autotuner is expected to choose, which only the GPU itself can tell.
     """
 
     size: int
@@ -99,6 +100,7 @@ class Buffer:
     category: Category
     layer: str
     fixed: bool = False
+    workspace: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,14 +121,6 @@ class Trace:
 
 
 @dataclasses.dataclass(frozen=True)
-class Workspace:
-    """Bytes that convolutions take while they run, beyond what a program shows: what to expect, and what at most."""
-
-    expected: int
-    upper: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Compiled:
     """What a compiled step needs, in bytes, by XLA's own account.
 
@@ -135,8 +129,7 @@ class Compiled:
         outputs: What the step returns.
         aliased: The part of the outputs that takes the place of arguments.
         temporary: One block for everything in between.
-        workspace: Modelled, and not part of `peak`: nothing when compiled on the GPU itself, whose choice of
-            algorithms is in `temporary` already.
+        tuned: Whether it was compiled on the GPU itself, so that the workspaces its autotuner chose are in `temporary`.
         seconds: How long tracing and compiling took.
         notes: What this cannot know, in words.
     """
@@ -145,7 +138,7 @@ class Compiled:
     outputs: int
     aliased: int
     temporary: int
-    workspace: Workspace
+    tuned: bool
     seconds: float
     notes: tuple[str, ...] = ()
 

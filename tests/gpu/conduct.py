@@ -24,7 +24,10 @@ CORES, CARD = 16, 132
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A command of bash: `$O` is where results go, `cores` and `card` (GB) what it takes, `limit` its seconds."""
+    """A command of bash: `$O` is where results go, `cores` and `card` (GB) what it takes, `limit` its seconds.
+
+    It does not begin before the second `after`.
+    """
 
     name: str
     backend: str
@@ -33,6 +36,7 @@ class Job:
     cores: int = 1
     card: int = 8
     alone: bool = False
+    after: int = 0
 
 
 def collect(stack: str, cores: int, usable: float, limit: int, more: str = "") -> Job:
@@ -48,11 +52,13 @@ def plans(backend: str, cores: int, limit: int, more: str = "", name: str = "", 
     return Job(name, backend, command, limit, cores, card)
 
 
-def score(engine: str, stack: str, limit: int, more: str = "") -> Job:
-    command = f"python benchmarks/estimate/score.py --engine {engine} --gpu here --stacks {stack} --truth $O --jobs 3"
+def score(engine: str, stack: str, limit: int, more: str = "", jobs: int = 3, after: int = 0) -> Job:
+    command = "python benchmarks/estimate/score.py --gpu here --truth $O"
+    command += f" --engine {engine} --stacks {stack} --jobs {jobs}"
     name = f"{engine}-{stack}" + "".join(f"-{word}" for word in ("largest", "cap") if f"--{word}" in more)
     command += f" --only scoring --name estimate-{name}-gpu --said $O/said-{name}.jsonl {more}"
-    return Job(f"score-{name}", stack.split("-")[0], command, limit, 3, 20)
+    # Those that have to wait get the machine to themselves.
+    return Job(f"score-{name}", stack.split("-")[0], command, limit, CORES if after else jobs, 20, after=after)
 
 
 def step(name: str, backend: str, limit: int, more: str) -> Job:
@@ -83,6 +89,8 @@ XLA_LIMIT = "python benchmarks/xla_limit.py --models residual_batchnorm,plain_cn
 LARGEST = "python benchmarks/largest.py --resume $O/largest-seed.jsonl --out $O/largest.jsonl"
 
 
+UNFINISHED = "--models unet,dilated_segmentation,decoder"
+
 PROGRAMS = {
     "torch": (
         plans("torch", 6, 200, "--resume $O/plans-torch-known.jsonl", card=100),
@@ -111,10 +119,15 @@ PROGRAMS = {
         collect("jax", 6, 0.36, 420, "--max-batch --memory 8GiB --limit-s 150"),
     ),
     "answers": (
-        score("probe", "tensorflow-graph", 400),
-        score("probe", "tensorflow-graph", 300, "--largest"),
-        score("compile", "jax", 300),
-        score("compile", "jax", 300, "--largest"),
+        collect(
+            "jax", 4, 0.26, 440, "--max-batch --memory 8GiB --limit-s 200 --models unet,dilated_segmentation,decoder"
+        ),
+        score("compile", "jax", 440, jobs=4),
+        score("compile", "jax", 440, "--largest"),
+        plans("jax", 3, 300, "--models unet,plain_cnn,residual_batchnorm --shares 0.5,0.25", "plans-jax-conv", 40),
+        host_fed("jax", 75),
+        score("probe", "tensorflow-graph", 280, jobs=4, after=400),
+        score("probe", "tensorflow-graph", 250, "--largest", jobs=5, after=400),
     ),
 }
 
@@ -168,6 +181,7 @@ def main() -> None:
             say(f"done {one.job.name}: {one.process.returncode}")
         for job in list(waiting):
             there = options.ready is None or job.backend != "tensorflow" or os.path.exists(options.ready)
+            there = there and now >= job.after
             cores, card = (sum(getattr(one.job, what) for one in running) for what in ("cores", "card"))
             if job.alone:
                 fits = quiet and not running

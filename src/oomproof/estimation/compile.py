@@ -5,7 +5,11 @@ XLA says how much it takes; who takes it is read from the trace.
 
 from __future__ import annotations
 
+import dataclasses
+
+from oomproof.estimation.allocator import replay
 from oomproof.estimation.engines import Answer, Question
+from oomproof.tracing import Trace
 
 
 def why_not(question: Question) -> str | None:
@@ -18,10 +22,13 @@ def answer(question: Question) -> Answer:
     memory = None if question.gpu is None else question.gpu.memory
     compiled = question.backend.compile(question.model, question.workload, memory)
     trace = question.backend.trace(question.model, question.workload)
-    workspace = compiled.workspace
-    return Answer(
-        trace,
-        peak=compiled.peak + workspace.expected,
-        unknown=(workspace.expected, workspace.upper - workspace.expected),
-        notes=compiled.notes,
-    )
+    if compiled.tuned:
+        return Answer(trace, peak=compiled.peak, tuned=True, notes=compiled.notes)
+    more = _workspaces(trace)
+    return Answer(trace, peak=compiled.peak + more, unknown=(more, more), notes=compiled.notes)
+
+
+def _workspaces(trace: Trace) -> int:
+    """By how much workspaces, which a program compiled without its GPU has none of, raise the peak of a trace."""
+    known = tuple(buffer for buffer in trace.buffers if not buffer.workspace)
+    return replay(trace).peak - replay(dataclasses.replace(trace, buffers=known)).peak

@@ -43,12 +43,14 @@ class Answer:
         unknown: Bytes by which the peak may be lower, and higher, because of what cannot be known. The engine's
             usual error comes on top.
         measured: Whether `peak` was measured on the step itself.
+        tuned: Whether `peak` is XLA's plan for the card in this machine, whose autotuner chose the kernels.
         notes: What to know about it, in words.
     """
 
     trace: Trace
     peak: int | None = None
     measured: bool = False
+    tuned: bool = False
     unknown: tuple[int, int] = (0, 0)
     notes: tuple[str, ...] = ()
 

@@ -104,9 +104,10 @@ def estimate(
     band = band_of(name, backend.name, mode, answer.measured)
     high = int((peak + answer.unknown[1]) * (1 + band.above))
     reserved = max(peak, replayed.reserved)
-    limit = None if card is None else _limit(card, backend, here=gpu is None and memory is None)
-    if answer.measured and limit is not None:
-        # It went through.
+    here = gpu is None and memory is None
+    limit = None if card is None else _limit(card, backend, here=here)
+    if limit is not None and (answer.measured or (answer.tuned and here)):
+        # It went through, or was planned for this limit with kernels that this process will choose again.
         high = min(high, max(limit, peak))
     return Estimate(
         model=model.name,

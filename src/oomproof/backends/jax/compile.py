@@ -37,8 +37,7 @@ def compile_step(model: Any, workload: Workload, memory: int | None = None) -> C
         # Not `step.function` itself: JAX remembers what it traced by function, and the model may have changed since.
         function = jax.jit(lambda state, data: step.function(state, data), donate_argnums=0)
         program, notes = _compiled(function.lower(state, data), here)
-    text = None if here else program.as_text()
-    return account(program.memory_analysis(), text, time.perf_counter() - start, (*step.notes, *notes))
+    return account(program.memory_analysis(), here, time.perf_counter() - start, (*step.notes, *notes))
 
 
 def _compiled(lowered: Any, here: bool) -> tuple[Any, tuple[str, ...]]:

@@ -9,7 +9,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from oomproof.backends.jax.cudnn import lstm_workspace
-from oomproof.backends.xla.program import Node, Program, Value, linked
+from oomproof.backends.xla.convolutions import for_cudnn
+from oomproof.backends.xla.program import Convolution, Node, Program, Value, linked
 
 # Primitives that only call another jaxpr, by the parameter it is under.
 _CALLS = {
@@ -30,17 +31,18 @@ _SAME_BYTES = {"reshape", "squeeze", "expand_dims", "copy", "copy_p", "stop_grad
 _SAME_BYTES |= {"name", "random_wrap", "random_unwrap", "reduce_precision", "sharding_constraint", "pvary"}
 
 
-def flattened(closed: Any) -> Program:
-    """A closed jaxpr as one list of operations, each computed once."""
-    maker = _Maker()
+def flattened(closed: Any, gpu: bool) -> Program:
+    """A closed jaxpr as one list of operations, each computed once, with what they need besides on a GPU."""
+    maker = _Maker(gpu)
     inputs = [maker.value(variable.aval) for variable in closed.jaxpr.invars]
     outputs = maker.inline(closed.jaxpr, inputs, [maker.constant(c) for c in closed.consts], "", None)
-    return linked(maker.nodes, inputs, outputs)
+    return linked(for_cudnn(maker.nodes) if gpu else maker.nodes, inputs, outputs)
 
 
 class _Maker:
-    def __init__(self) -> None:
+    def __init__(self, gpu: bool) -> None:
         self.nodes: list[Node] = []
+        self._gpu = gpu
         self._seen: dict[Any, list[Value]] = {}
         self._recomputed = 0
 
@@ -107,7 +109,7 @@ class _Maker:
         if key in self._seen:
             return list(self._seen[key])
         arrays = [value for value in inputs if value is not None]
-        node = Node(name, arrays, [], scope, **_facts(name, equation.params, arrays))
+        node = Node(name, arrays, [], scope, **_facts(equation, name, arrays, self._gpu))
         for variable in equation.outvars:
             value = self.value(variable.aval)
             value.node = node
@@ -117,24 +119,38 @@ class _Maker:
         return list(node.outputs)
 
 
-def _facts(name: str, params: dict[str, Any], inputs: Sequence[Value]) -> dict[str, Any]:
+def _facts(equation: Any, name: str, inputs: Sequence[Value], gpu: bool) -> dict[str, Any]:
     """What is to be known of an operation, from its parameters."""
+    params = equation.params
     if name.startswith("reduce"):
         return {"axes": tuple(params.get("axes", ()))}
     if name == "conv_general_dilated":
-        spec = params["dimension_numbers"].lhs_spec
-        return {"across": spec[0] != 0 and any(dilation > 1 for dilation in params["lhs_dilation"])}
+        numbers = params["dimension_numbers"]
+        # As they are read here: arrays may have been made with other shapes.
+        first, second, result = (tuple(atom.aval.shape) for atom in (*equation.invars, *equation.outvars))
+        convolution = Convolution(
+            (first, second, result),
+            tuple(numbers.lhs_spec[:2]),
+            tuple(numbers.rhs_spec[:2]),
+            tuple(numbers.out_spec[:2]),
+            params["window_strides"],
+            params["padding"],
+            params["lhs_dilation"],
+            params["rhs_dilation"],
+            grouped=params["feature_group_count"] > 1 or params["batch_group_count"] > 1,
+        )
+        return {"convolution": convolution}
     if name in ("rnn_fwd", "rnn_bwd"):
         return {"scratch": lstm_workspace(params, inputs)}
     if name == "scan":
         # From JAX 0.11 on the operands are told apart as trees: what is the same in all rounds, carried, and given.
         carried = params["num_carry"] if "num_carry" in params else len(params["ft_in"].unpack()[1])
-        return {"bodies": [flattened(params["jaxpr"])], "carried": carried}
+        return {"bodies": [flattened(params["jaxpr"], gpu)], "carried": carried}
     if name == "while":
-        body = flattened(params["body_jaxpr"])
+        body = flattened(params["body_jaxpr"], gpu)
         return {"bodies": [body], "carried": len(body.outputs)}
     if name == "cond":
-        return {"bodies": [flattened(branch) for branch in params["branches"]]}
+        return {"bodies": [flattened(branch, gpu) for branch in params["branches"]]}
     return {}
 
 

@@ -36,12 +36,12 @@ def trace(model: Any, workload: Workload) -> Trace:
         # Not `step.function` itself: JAX remembers what it traced by function, and the model may have changed since.
         jaxpr = jax.make_jaxpr(lambda state, data: step.function(state, data))(step.state, step.data)
         names = _Names(model)
-    program = flattened(jaxpr)
+    program = flattened(jaxpr, workload.target.gpu)
     allocator: Allocator = "xla"
     if workload.jit:
         settled = _settled(program, len(jax.tree.leaves(step.state)))
         plan = planned(Fusion(program).kernels, settled)
-        notes = (*step.notes, "Workspaces of convolutions and matrix products are not counted.")
+        notes = (*step.notes, "What convolutions work in is modelled.")
     else:
         # Op by op every result is an array of its own, in the allocator that JAX has on GPUs.
         allocator = "bfc"

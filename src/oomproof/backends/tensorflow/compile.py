@@ -70,5 +70,4 @@ def compile_step(model: Any, workload: Workload, memory: int | None = None) -> C
             program = device.client.compile(module, devices, options)
         except Exception as error:
             raise not_compiled(error) from error
-    modules = "\n".join(each.to_string() for each in program.hlo_modules())
-    return account(program.get_compiled_memory_stats(), modules, time.perf_counter() - start, notes)
+    return account(program.get_compiled_memory_stats(), False, time.perf_counter() - start, notes)

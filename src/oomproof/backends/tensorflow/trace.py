@@ -53,11 +53,11 @@ def _no_garbage_collection() -> Iterator[None]:
 def _compiled(model: Any, workload: Workload) -> Trace:
     """What XLA would make of the program that TensorFlow gives it, modelled as for JAX."""
     step = lowered(model, workload)
-    program, settled = read(step.text)
+    program, settled = read(step.text, workload.target.gpu)
     names = Scopes(step.scopes)
     plan = planned(Fusion(program).kernels, settled)
     writer = Writer(program, plan, settled, step.roles, lambda node: names.place(node.scope))
-    return writer.trace("xla", ("Workspaces of convolutions and matrix products are not counted.",))
+    return writer.trace("xla", ("What convolutions work in is modelled.",))
 
 
 def _buffer(block: Block, owners: Owners, ops: int) -> Buffer:

@@ -1,4 +1,4 @@
-"""A GPU that is not there, what XLA plans for it, and what it cannot plan without it.
+"""A GPU that is not there, and what XLA plans for it.
 
 JAX's CUDA plugin hands out devices that can only be compiled for, and does so beside a CPU backend that is in use
 already, so this needs no process of its own. The optional packages hold the compiler; cuDNN and cuBLAS are not needed.
@@ -7,9 +7,7 @@ already, so this needs no process of its own. The optional packages hold the com
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
-import re
 from typing import Any
 from unittest import mock
 
@@ -18,7 +16,7 @@ from jax.experimental import topologies
 
 from oomproof.backends.xla.targets import target_config
 from oomproof.errors import BackendError
-from oomproof.tracing import Compiled, Target, Workspace
+from oomproof.tracing import Compiled, Target
 
 INSTALL = "pip install 'oomproof[gpu-compile]'"
 # Tile sizes of XLA's own matrix kernels are the autotuner's to find, and those it starts from may not fit.
@@ -70,38 +68,14 @@ def not_compiled(error: Exception) -> BackendError:
     )
 
 
-def account(analysis: Any, text: str | None, seconds: float, notes: tuple[str, ...]) -> Compiled:
-    """XLA's own figures, and a workspace for the convolutions of a program compiled without its GPU, given as text."""
+def account(analysis: Any, tuned: bool, seconds: float, notes: tuple[str, ...]) -> Compiled:
+    """XLA's own figures of a program."""
     return Compiled(
         arguments=int(analysis.argument_size_in_bytes),
         outputs=int(analysis.output_size_in_bytes),
         aliased=int(analysis.alias_size_in_bytes),
         temporary=int(analysis.temp_size_in_bytes),
-        workspace=Workspace(0, 0) if text is None else convolution_workspace(text),
+        tuned=tuned,
         seconds=seconds,
         notes=notes,
-    )
-
-
-_CONVOLUTION = re.compile(r"= (\(.*?\)|\S+) custom-call\(.*__cudnn\$conv")
-_SHAPE = re.compile(r"[a-z]+(\d+)\w*\[([\d,]*)\]")
-
-
-def convolution_workspace(program: str) -> Workspace:
-    """What the convolutions of a compiled program will take, when no autotuner has chosen their algorithms.
-
-    cuDNN's algorithms want anything from nothing to several times the data they work on. On an H200, in float32, what a
-    program compiled there took more than one compiled without it was, in units of the largest result of a convolution:
-    0.9 and 1.0 for ResNet50 at batch 32 and 64, 0.6 for EfficientNetB0, and nothing for two nets of plain convolutions.
-    So half of it is what to expect, and all of it the most, which is a guess and not a bound.
-    """
-    largest = max((_bytes(results) for results in _CONVOLUTION.findall(program)), default=0)
-    return Workspace(expected=largest // 2, upper=largest)
-
-
-def _bytes(shapes: str) -> int:
-    """Of everything in the text of an HLO shape."""
-    return sum(
-        int(bits) // 8 * math.prod(int(n) for n in dimensions.split(",") if n)
-        for bits, dimensions in _SHAPE.findall(shapes)
     )

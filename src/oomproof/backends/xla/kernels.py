@@ -85,7 +85,8 @@ def _copies_across(kernels: list[Kernel]) -> None:
     """The gradient of a transposed convolution's kernel reads images as channels: copies, made with the originals."""
     makers = {id(value): kernel for kernel in kernels for value in kernel.makes}
     for kernel in kernels:
-        if kernel.node.across:
+        # With uneven padding they are copied to be padded.
+        if (conv := kernel.node.convolution) and conv.across and not conv.uneven:
             for position, value in enumerate(kernel.reads):
                 copy = Value(value.shape, value.dtype, value.size, value.node)
                 makers.get(id(value), kernel).makes.append(copy)

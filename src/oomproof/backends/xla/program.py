@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+Sizes = tuple[int, ...]
+
 
 @dataclasses.dataclass(eq=False)
 class Value:
@@ -25,6 +27,43 @@ class Value:
         return math.prod(self.shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """A convolution as XLA is given it.
+
+    Attributes:
+        shapes: Of the two operands and the result.
+        first: Which dimensions of the first operand count as images and as channels. In gradients by kernels images
+            are taken for channels, and channels for images.
+        second: Which dimensions of the second operand count as channels of the result, and of the first operand.
+        result: Which dimensions of the result count as images and as channels.
+        strides: Steps of the window.
+        padding: Before and after, for each dimension of an image.
+        holes: One more than how many zeros are put between the elements of the first operand.
+        window_holes: The same of the second one.
+        grouped: Whether channels are convolved in groups.
+    """
+
+    shapes: tuple[Sizes, Sizes, Sizes]
+    first: tuple[int, int]
+    second: tuple[int, int]
+    result: tuple[int, int]
+    strides: Sizes
+    padding: tuple[tuple[int, int], ...]
+    holes: Sizes
+    window_holes: Sizes
+    grouped: bool = False
+
+    @property
+    def across(self) -> bool:
+        """Whether it is the gradient by the kernel of a transposed convolution with strides."""
+        return self.first[0] != 0 and max(self.holes, default=1) > 1
+
+    @property
+    def uneven(self) -> bool:
+        return any(before != after for before, after in self.padding)
+
+
 @dataclasses.dataclass(eq=False)
 class Node:
     """An operation.
@@ -35,10 +74,11 @@ class Node:
         outputs: Arrays it makes.
         scope: The scopes it was traced in, among them the names of layers.
         axes: For a reduction, those it reduces.
-        across: For a convolution, whether it is the gradient of a transposed one's kernel.
+        convolution: For a convolution, how it is made.
         bodies: For a loop or a condition, what it runs.
         carried: For a loop, how many of its results are handed from round to round. The others are stacked.
         scratch: Bytes it is known to need while it runs.
+        workspace: Bytes that the autotuner is expected to give it to work in, on a GPU.
         index: Its place in the program.
     """
 
@@ -47,10 +87,11 @@ class Node:
     outputs: list[Value]
     scope: str = ""
     axes: tuple[int, ...] = ()
-    across: bool = False
+    convolution: Convolution | None = None
     bodies: list[Program] = dataclasses.field(default_factory=list)
     carried: int = 0
     scratch: int = 0
+    workspace: int = 0
     index: int = 0
 
 

@@ -20,7 +20,7 @@ class Plan:
     Attributes:
         kernels: In the order they run.
         spans: First and last kernel during which each result has memory of its own, by `id`.
-        peak: Bytes of results and scratch when they are most.
+        peak: Bytes of results, scratch and workspaces when they are most.
     """
 
     kernels: list[Kernel]
@@ -71,7 +71,7 @@ def _plan(kernels: list[Kernel], settled: set[int]) -> Plan:
     peak = used = 0
     for index, kernel in enumerate(kernels):
         used += change[index]
-        peak = max(peak, used + kernel.scratch)
+        peak = max(peak, used + kernel.scratch + kernel.node.workspace)
     return Plan(kernels, spans, peak)
 
 

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from oomproof.backends.xla.program import Node, Program, Value, linked
+from oomproof.backends.xla.convolutions import for_cudnn
+from oomproof.backends.xla.program import Convolution, Node, Program, Value, linked
 from oomproof.units import DTYPE_BYTES
 
 _NAMES = {
@@ -51,16 +52,19 @@ _ALIAS = re.compile(r"parameter_number = (\d+) : i64\}, output_index = array<i64
 _Functions = dict[str, tuple[list[tuple[str, str]], list[str]]]
 
 
-def read(text: str) -> tuple[Program, set[int]]:
-    """The program of the function `main`, and its results, by `id`, that take the place of arguments."""
+def read(text: str, gpu: bool = True) -> tuple[Program, set[int]]:
+    """The program of the function `main`, and its results, by `id`, that take the place of arguments.
+
+    On a GPU with what cuDNN needs besides.
+    """
     lines = text.splitlines()
     functions = dict(_functions(lines))
-    reader = _Reader(functions, _named_places(lines))
+    reader = _Reader(functions, _named_places(lines), gpu)
     arguments, body = functions["main"]
     inputs = [_value(kind) for _, kind in arguments]
     known: dict[str, Value | None] = dict(zip((name for name, _ in arguments), inputs, strict=True))
     outputs = reader.run(body, known)
-    program = linked(reader.nodes, inputs, outputs)
+    program = reader.linked(inputs, outputs)
     aliased = {int(output or 0) for _, output in _ALIAS.findall(text[: text.find("func.func")])}
     return program, {id(value) for index, value in enumerate(outputs) if index in aliased and value is not None}
 
@@ -68,11 +72,15 @@ def read(text: str) -> tuple[Program, set[int]]:
 class _Reader:
     """Turns statements into operations, calls included."""
 
-    def __init__(self, functions: _Functions, places: dict[str, str]) -> None:
-        self.nodes: list[Node] = []
+    def __init__(self, functions: _Functions, places: dict[str, str], gpu: bool) -> None:
+        self._nodes: list[Node] = []
+        self._gpu = gpu
         self._seen: dict[Any, list[Value | None]] = {}
         self._functions = functions
         self._places = places
+
+    def linked(self, inputs: list[Value], outputs: Sequence[Value | None]) -> Program:
+        return linked(for_cudnn(self._nodes) if self._gpu else self._nodes, inputs, outputs)
 
     def run(self, lines: Sequence[str], known: dict[str, Value | None]) -> list[Value | None]:
         """Adds the operations of these lines, and returns what they return."""
@@ -136,7 +144,7 @@ class _Reader:
         if op == "reduce" and (axes := re.search(r"dimensions = \[([\d, ]*)\]", rest)):
             node.axes = tuple(int(axis) for axis in axes[1].split(",") if axis.strip())
         if op == "convolution":
-            node.across = not rest.partition("dim_numbers = ")[2].startswith("[b,") and _dilated(rest)
+            node.convolution = _convolution(rest)
         outputs: list[Value | None] = []
         for kind in kinds:
             value = _value(kind)
@@ -151,13 +159,13 @@ class _Reader:
     ) -> list[Value | None]:
         names = re.findall(r"(%\w+) = %", rest)
         start = next(i for i, line in enumerate(statement) if line.strip().startswith("} do {"))
-        inside = _Reader(self._functions, self._places)
+        inside = _Reader(self._functions, self._places, self._gpu)
         carried = [_value(kind) for kind in kinds]
         known: dict[str, Value | None] = dict(zip(names, carried, strict=True))
         outputs = inside.run(statement[start + 1 :], known)
         # What a round hands on unchanged is read where it is, and takes nothing.
         changed = [output is not given for output, given in zip(outputs, carried, strict=True)]
-        body = linked(inside.nodes, carried, outputs)
+        body = inside.linked(carried, outputs)
         node = Node("while", [v for v in inputs if v is not None], [], scope, bodies=[body], carried=len(carried))
         results: list[Value | None] = []
         for kind, value, moves in zip(kinds, inputs, changed, strict=True):
@@ -173,7 +181,7 @@ class _Reader:
     def _add(self, node: Node) -> None:
         for value in node.outputs:
             value.node = node
-        self.nodes.append(node)
+        self._nodes.append(node)
 
     def _scope(self, line: str) -> str:
         found = _PLACE.search(line)
@@ -272,6 +280,29 @@ def _is_renamed(op: str, rest: str, inputs: Sequence[Value | None], kinds: Seque
     return op == "convert" and before.dtype == after.dtype
 
 
-def _dilated(rest: str) -> bool:
-    found = re.search(r"lhs_dilate = \[([\d, ]*)\]", rest)
-    return found is not None and any(int(n) > 1 for n in found[1].split(","))
+def _convolution(rest: str) -> Convolution | None:
+    numbers = re.search(r"dim_numbers = \[([^\]]*)\]x\[([^\]]*)\]->\[([^\]]*)\]", rest)
+    # As they are read here: arrays may have been made with other shapes.
+    shapes = [_value(found[0]).shape for found in _TENSOR.finditer(rest.rpartition(" : ")[2])]
+    if numbers is None or len(shapes) != 3:
+        return None
+    first, second, result = ([label.strip() for label in labels.split(",")] for labels in numbers.groups())
+    plain = (1,) * (len(shapes[0]) - 2)
+
+    def sizes(name: str) -> tuple[int, ...]:
+        found = re.search(rf"{name} = \[([\d, ]*)\]", rest)
+        return tuple(int(n) for n in found[1].split(",") if n.strip()) if found else plain
+
+    pads = re.search(r"pad = \[(\[.*?\])\]", rest)
+    padding = tuple((int(a), int(b)) for a, b in re.findall(r"\[(-?\d+), (-?\d+)\]", pads[1])) if pads else ()
+    return Convolution(
+        (shapes[0], shapes[1], shapes[2]),
+        (first.index("b"), first.index("f")),
+        (second.index("o"), second.index("i")),
+        (result.index("b"), result.index("f")),
+        sizes("stride"),
+        padding or ((0, 0),) * len(plain),
+        sizes("lhs_dilate"),
+        sizes("rhs_dilate"),
+        any(int(count) > 1 for count in re.findall(r"(?:batch|feature)_group_count = (\d+)", rest)),
+    )

@@ -64,6 +64,8 @@ class Writer:
                     buffers.append(Buffer(value.size, *span, category, self._layers[id(value)]))
             if kernel.scratch:
                 buffers.append(Buffer(kernel.scratch, index, index, "temporary", self._ops[index].layer))
+            workspace = kernel.node.workspace
+            buffers.append(Buffer(workspace, index, index, "temporary", self._ops[index].layer, workspace=True))
         return Trace(allocator, tuple(self._ops), tuple(b for b in buffers if b.size), notes)
 
     def _role(self, value: Value) -> Role:
