@@ -25,12 +25,13 @@ import re
 import time
 from typing import Any
 
+from collect import TRUTH, read
+
 SEED = 11
 COUNT = 600
 # Elements of the input or the output, at most.
 MOST = 2**26
 Layer = dict[str, Any]
-TRUTH = pathlib.Path(__file__).parent / "truth"
 
 
 def drawn() -> list[Layer]:
@@ -242,12 +243,13 @@ def main() -> None:
     chosen = dict(option.split("=") for option in options.option)
     on_xla = functools.partial(on_jax, options=chosen)
     run = {"torch": on_torch, "jax": on_xla, "tensorflow": on_tensorflow}[backend]
-    known = [json.loads(line) for line in (TRUTH / f"kernels-{backend}.jsonl").read_text().splitlines()]
+    known = [row for row in read(TRUTH / f"kernels-{backend}.jsonl") if "failed" not in row]
     done = {row["number"] for row in known} if wanted is None else set()
     at, parts = map(int, options.part.split("/"))
     end = time.monotonic() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / f"kernels-{backend}-{at}.jsonl").open("a") as file:
+    name = "-".join([f"kernels-{backend}", str(at), *chosen.values()])
+    with (options.out / f"{name}.jsonl").open("a") as file:
         for number, layer in enumerate(drawn()):
             if number % parts != at or number in done or (wanted is not None and number not in wanted):
                 continue

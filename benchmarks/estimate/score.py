@@ -114,6 +114,8 @@ def answers(stack: str, runs: list[dict[str, Any]], options: argparse.Namespace)
 
 def asked(stack: str, runs: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Id → what is said of the run, from one process after another on one stack."""
+    # The longest first, where they are measured one by one.
+    runs = sorted(runs, key=lambda run: run["model"] != "densenet121")
     told = read(options.said) if options.said else []
     found: dict[str, dict[str, Any]] = {said.pop("id"): said for said in told}
     found = {run["id"]: found[run["id"]] for run in runs if "failed" not in found.get(run["id"], {"failed": 1})}
@@ -123,12 +125,14 @@ def asked(stack: str, runs: list[dict[str, Any]], options: argparse.Namespace) -
     if options.gpu == "here":
         # Several processes share the card.
         variables |= {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    while left := [run for run in runs if run["id"] not in found]:
+    while left := [run for run in runs if run["id"] not in found and not options.machine]:
         known = len(found)
         if room := left[0].get("room"):
             # A limit is for the whole process.
-            left = left[:1]
             variables |= environment(stack, "gpu", room, room / (card_bytes() or room))
+        if room or options.engine == "probe":
+            # What another model left behind would be measured, too.
+            left = left[:1]
         with subprocess.Popen(
             command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:
@@ -158,10 +162,14 @@ def score_peaks(options: argparse.Namespace) -> None:
             run | {"batch": rows.get(run["id"], run)["batch"]} for run in written()["runs"] if run["stack"] == stack
         ]
         # An estimate of what nobody ran tells nothing.
-        wanted = [run for run in runs if run["id"] in rows and options.only in (None, run["half"])]
+        told = {run for run, row in rows.items() if truth_of(row)["truth"]}
+        wanted = [run for run in runs if run["id"] in told and options.only in (None, run["half"])]
+        if options.gpu == "here" and stack.startswith("tensorflow"):
+            # As the truth was measured: one region from the start.
+            wanted = [run | {"room": rows[run["id"]]["room"]} for run in wanted]
         if options.cap is not None:
             peaks = {run["id"]: truth_of(rows[run["id"]])["truth"] for run in wanted}
-            wanted = [run | {"room": int(options.cap * peaks[run["id"]])} for run in wanted if peaks[run["id"]]]
+            wanted = [run | {"room": int(options.cap * peaks[run["id"]])} for run in wanted]
         found = answers(stack, wanted, options)
         cases += [case(run, rows.get(run["id"]), found.get(run["id"], {})) for run in runs]
         figures = {"quoted": by_stack(cases, "scoring"), "tuning_half_not_quoted": by_stack(cases, "tuning")}
@@ -203,7 +211,8 @@ def searches(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def write(options: argparse.Namespace, name: str, figures: dict[str, Any]) -> None:
     settings = {"engine": options.engine, "gpu": options.gpu, "scale": options.scale, "cap": options.cap}
-    write_result(options.name or f"{name}-{options.engine}", settings | figures)
+    machine = {"environment": json.loads(options.machine.read_text())["environment"]} if options.machine else {}
+    write_result(options.name or f"{name}-{options.engine}", machine | settings | figures)
 
 
 def main() -> None:
@@ -217,6 +226,9 @@ def main() -> None:
     parser.add_argument("--truth", type=pathlib.Path, default=TRUTH)
     parser.add_argument("--cap", type=float, default=None, help="the part of a measured peak a process may use")
     parser.add_argument("--said", type=pathlib.Path, help="keeps what is said as it comes; what is in it is not asked")
+    parser.add_argument(
+        "--machine", type=pathlib.Path, help="ask nothing, sum up --said; a result from the machine it is from"
+    )
     parser.add_argument("--limit-s", type=int, default=600, help="for one run")
     parser.add_argument("--name", default=None, help="name of the result; estimate-ENGINE otherwise")
     parser.add_argument("--scale", type=float, default=1.0, help="shrinks the models: for smoke tests only")

@@ -17,7 +17,7 @@ from oomproof import backends, cli, devices
 from oomproof.estimation import estimator
 from oomproof.estimation.engines import Answer
 from oomproof.records import Device
-from oomproof.tracing import Compiled, Workspace
+from oomproof.tracing import Compiled
 
 MIB = 2**20
 FIELDS = ("engine", "low", "expected", "high", "limit", "fits", "driver", "by_category", "by_layer", "seconds")
@@ -171,8 +171,9 @@ def test_gradients_of_pieces_are_added_up_somewhere():
         assert pieces.expected - piece.expected > 0.9 * weights_of(model)
 
 
-def test_what_the_compiler_says_counts_and_the_trace_says_whose_it_is(monkeypatch):
-    said = Compiled(100 * MIB, 60 * MIB, 50 * MIB, 490 * MIB, Workspace(20 * MIB, 50 * MIB), 1.0, ("as told",))
+@pytest.mark.parametrize("tuned", [True, False])
+def test_what_the_compiler_says_counts_and_the_trace_says_whose_it_is(monkeypatch, tuned):
+    said = Compiled(100 * MIB, 60 * MIB, 50 * MIB, 490 * MIB, tuned, 1.0, ("as told",))
     backend = type(backends.current())
     monkeypatch.setattr(backend, "why_not_compile", lambda self, workload: None)
     monkeypatch.setattr(backend, "compile", lambda self, model, workload, memory: said)
@@ -180,9 +181,11 @@ def test_what_the_compiler_says_counts_and_the_trace_says_whose_it_is(monkeypatc
     assert (found.engine, found.mode, found.notes) == ("compile", "compiled", ("as told",))
     # On JAX, Keras has the next batch on the GPU already.
     ahead = 64 * (32 * 32 * 3 * 4 + 4) if BACKEND == "jax" else 0
-    assert found.expected == 620 * MIB + ahead
-    assert found.low <= 600 * MIB
-    assert found.high >= 650 * MIB
+    # What convolutions work in is part of what was compiled on the GPU; otherwise it is modelled, where XLA compiles.
+    workspaces = found.expected - 600 * MIB - ahead
+    assert workspaces == 0 if tuned or BACKEND == "torch" else workspaces > MIB
+    assert found.low < 600 * MIB + ahead
+    assert found.high > 1.03 * (600 * MIB + ahead + 2 * workspaces)
     assert abs(sum(found.by_category.values()) - found.expected) < 1024
     assert dict(found.by_layer)["second"] > 100 * MIB
     with pytest.raises(oomproof.BackendError, match="not compiled by XLA"):
@@ -274,21 +277,50 @@ def test_not_a_model_and_not_compiled():
 # What was measured, and what there is
 
 
-@pytest.mark.parametrize(("measured", "fits"), [(True, True), (False, False)])
-def test_a_step_that_went_through_fits_however_little_it_left(monkeypatch, measured, fits):
-    limit = oomproof.estimate(conv_net(), 8, memory="4GiB", engine="trace").limit
+@pytest.mark.parametrize(
+    ("known", "here", "fits"),
+    [
+        ({"measured": True}, False, True),
+        ({"tuned": True}, True, True),
+        # Planned by another card's autotuner, or by none.
+        ({"tuned": True}, False, False),
+        ({}, True, False),
+    ],
+)
+def test_a_step_that_went_through_fits_however_little_it_left(monkeypatch, known, here, fits):
+    card = {} if here else {"memory": "4GiB"}
+    monkeypatch.setattr(devices, "local", lambda: devices.of_memory("4GiB"))
+    limit = oomproof.estimate(conv_net(), 8, engine="trace", **card).limit
 
     def answer(question):
         trace = question.backend.trace(question.model, question.workload)
         # On JAX the batch to come is put on the device, too.
         room = limit - 2 * MIB
-        return Answer(trace, peak=room, measured=measured)
+        return Answer(trace, peak=room, **known)
 
     monkeypatch.setattr(estimator, "engine_for", lambda name, question: ("probe", types.SimpleNamespace(answer=answer)))
-    found = oomproof.estimate(conv_net(), 8, memory="4GiB", engine="probe")
+    found = oomproof.estimate(conv_net(), 8, engine="probe", **card)
     assert found.expected < limit
     assert found.fits == fits
     assert (found.high <= limit) == fits
+
+
+@pytest.mark.parametrize("known", [{"tuned": True}, {"measured": True}])
+def test_the_largest_batch_is_found_in_few_looks_where_all_that_fits_ends_at_the_limit(monkeypatch, known):
+    monkeypatch.setattr(devices, "local", lambda: devices.of_memory("4GiB"))
+    looked = []
+
+    def answer(question):
+        looked.append(question.workload.x.shape[0])
+        trace = question.backend.trace(question.model, question.workload)
+        return Answer(trace, peak=100 * MIB + 11 * MIB * looked[-1], **known)
+
+    monkeypatch.setattr(estimator, "engine_for", lambda name, question: ("probe", types.SimpleNamespace(answer=answer)))
+    model = wide_net("sgd")
+    found = oomproof.max_batch_size(model, engine="probe")
+    limit = oomproof.estimate(model, 1, engine="probe").limit
+    assert 0.97 * (limit - 100 * MIB) < 11 * MIB * found <= limit - 100 * MIB
+    assert len(looked) <= 9
 
 
 def test_the_card_at_hand_may_have_less_than_others_of_its_kind():

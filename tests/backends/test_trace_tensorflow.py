@@ -159,6 +159,34 @@ def test_trace_and_compiler_agree_for_a_gpu_that_is_not_there():
     assert not model.optimizer.built
 
 
+def test_masks_are_read_as_they_were_written():
+    """TensorFlow writes eight truth values to a byte, and the compiler that JAX comes with reads one."""
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    from oomproof.backends.tensorflow.compile import _TRUTHS, _a_byte_each
+
+    mask = np.tril(np.ones((7, 9), bool))
+    packed = np.packbits(mask.ravel(), bitorder="little").tobytes().hex().upper()
+    text = f'%c = stablehlo.constant dense<"0x{packed}"> : tensor<7x9xi1>'
+    written = _TRUTHS.sub(_a_byte_each, text)
+    assert _TRUTHS.sub(_a_byte_each, written) == written
+    with mlir.make_ir_context():
+        module = ir.Module.parse(f"module {{ func.func @main() {{ {written}\n return }} }}")
+        constant = module.body.operations[0].regions[0].blocks[0].operations[0]
+        assert np.array_equal(np.array(ir.DenseElementsAttr(constant.attributes["value"])), mask)
+
+
+def test_gradients_of_3d_convolutions_are_copied_by_cudnn():
+    model = keras.Sequential([keras.Input((8, 8, 8, 4)), layers.Conv3D(16, 3, padding="same", use_bias=False)])
+    model.compile("sgd", "mse", jit_compile=False)
+    x, y = Spec((32, 8, 8, 8, 4), "float32"), Spec((32, 8, 8, 8, 16), "float32")
+    copies = 4 * (32 * 512 * (4 + 16) + 27 * 4 * 16)
+    for gpu in (True, False):
+        data = Workload(x, y, "train", False, Target(gpu=gpu))
+        assert any(copies <= b.size < copies + 64 for b in trace(model, data).buffers) == gpu
+
+
 def test_a_loop_whose_end_depends_on_data_is_said_to_be_missing():
     class Doubling(layers.Layer):
         def call(self, x):

@@ -114,14 +114,16 @@ PROGRAMS = {
         kernels("jax", 7, 170),
         collect("tensorflow-xla", 7, 0.35, 520, "--limit-s 260"),
         collect("jax", 4, 0.3, 300, "--limit-s 200"),
-        kernels("jax", 1, 90, "--numbers 79,176,226,79,176 --option xla_gpu_autotune_level=0"),
+        kernels("jax", 1, 90, "--numbers 79,176,226 --option xla_gpu_autotune_level=0"),
         kernels("tensorflow", 2, 170),
         collect("jax", 6, 0.36, 420, "--max-batch --memory 8GiB --limit-s 150"),
     ),
+    "probes": (
+        score("probe", "torch", 150, jobs=7),
+        score("probe", "tensorflow-graph", 190, jobs=5),
+    ),
     "answers": (
-        collect(
-            "jax", 4, 0.26, 440, "--max-batch --memory 8GiB --limit-s 200 --models unet,dilated_segmentation,decoder"
-        ),
+        collect("jax", 4, 0.26, 440, f"--max-batch --memory 8GiB --limit-s 200 {UNFINISHED}"),
         score("compile", "jax", 440, jobs=4),
         score("compile", "jax", 440, "--largest"),
         plans("jax", 3, 300, "--models unet,plain_cnn,residual_batchnorm --shares 0.5,0.25", "plans-jax-conv", 40),

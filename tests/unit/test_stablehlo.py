@@ -41,3 +41,29 @@ def test_a_loop_reads_where_it_is_what_it_does_not_change():
     (body,) = loop.bodies
     assert [node.name for node in body.nodes] == ["add", "add"]
     assert program.outputs[0] is loop.outputs[1]
+
+
+CONVOLUTION = """module {
+  func.func @main(%arg0: tensor<8x16x16x3xf32> loc("x"), %arg1: tensor<8x8x8x4xf32> loc("g")) -> tensor<3x3x3x4xf32> {
+    %0 = stablehlo.convolution(%arg0, %arg1) dim_numbers = [f, 0, 1, b]x[i, 0, 1, o]->[0, 1, b, f], window = {stride = \
+[1, 1], pad = [[0, 1], [0, 1]], lhs_dilate = [1, 1], rhs_dilate = [2, 2]} {batch_group_count = 1 : i64, \
+feature_group_count = 1 : i64} : (tensor<8x16x16x3xf32>, tensor<8x8x8x4xf32>) -> tensor<3x3x3x4xf32> loc(#loc1)
+    return %0 : tensor<3x3x3x4xf32> loc(#loc1)
+  } loc(#loc1)
+}
+#loc1 = loc("net/conv")
+"""
+
+
+def test_a_convolution():
+    program, _ = read(CONVOLUTION)
+    pad, node = program.nodes
+    assert (pad.name, pad.outputs[0].shape, node.inputs[0] is pad.outputs[0]) == ("pad", (8, 17, 17, 3), True)
+    conv = node.convolution
+    assert conv.shapes == ((8, 16, 16, 3), (8, 8, 8, 4), (3, 3, 3, 4))
+    assert (conv.first, conv.second, conv.result) == ((3, 0), (3, 0), (2, 3))
+    assert (conv.strides, conv.padding, conv.holes, conv.window_holes) == ((1, 1), ((0, 1), (0, 1)), (1, 1), (2, 2))
+    assert not conv.grouped
+    assert node.workspace > 0
+    (plain,) = read(CONVOLUTION, gpu=False)[0].nodes
+    assert plain.workspace == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Sequence
@@ -74,6 +75,36 @@ def estimate(
         >>> e = oomproof.estimate(model, 256, gpu="a100-40gb")
         >>> e.fits, e.by_layer[:5]
     """
+    return _estimated(
+        model,
+        batch_size,
+        gpu=gpu,
+        memory=memory,
+        engine=engine,
+        phase=phase,
+        precision=precision,
+        micro_batch_size=micro_batch_size,
+        jit=jit,
+        input_shape=input_shape,
+        recompute=recompute,
+    )[0]
+
+
+def _estimated(
+    model: Any,
+    batch_size: int,
+    *,
+    gpu: str | None,
+    memory: int | str | None,
+    engine: str,
+    phase: Phase,
+    precision: str | None,
+    jit: bool | None,
+    input_shape: InputShape,
+    micro_batch_size: int | None = None,
+    recompute: Sequence[str] = (),
+) -> tuple[Estimate, bool]:
+    """The estimate, and whether it is settled that a step fits whose `expected` does."""
     began = time.perf_counter()
     check_batch_size(batch_size)
     check_model(model, phase)
@@ -101,15 +132,16 @@ def estimate(
     replayed = replay(answer.trace)
     peak = replayed.peak if answer.peak is None else answer.peak
     live = _scaled(replayed, peak)
-    band = band_of(name, backend.name, mode, answer.measured)
+    here = gpu is None and memory is None
+    band = band_of(name, backend.name, mode, measured=answer.measured, tuned=answer.tuned and here)
     high = int((peak + answer.unknown[1]) * (1 + band.above))
     reserved = max(peak, replayed.reserved)
-    here = gpu is None and memory is None
     limit = None if card is None else _limit(card, backend, here=here)
-    if limit is not None and (answer.measured or (answer.tuned and here)):
-        # It went through, or was planned for this limit with kernels that this process will choose again.
+    # It went through, or XLA planned it for this limit. A process keeps to the kernels its autotuner chose.
+    settled = answer.measured or (answer.tuned and here)
+    if settled and limit is not None:
         high = min(high, max(limit, peak))
-    return Estimate(
+    estimated = Estimate(
         model=model.name,
         backend=backend.name,
         mode=mode,
@@ -132,6 +164,7 @@ def estimate(
         seconds=time.perf_counter() - began,
         notes=answer.notes,
     )
+    return estimated, settled
 
 
 def max_batch_size(
@@ -165,20 +198,18 @@ def max_batch_size(
     if card is None:
         raise ValueError('Expected a card to fit into: gpu="rtx-4090" or memory="24GiB". This machine has none.')
 
-    def measure(batch_size: int) -> Estimate:
-        return estimate(
-            model,
-            batch_size,
-            gpu=gpu,
-            memory=memory,
-            engine=engine,
-            phase=phase,
-            precision=precision,
-            jit=jit,
-            input_shape=input_shape,
-        )
-
-    first = measure(1)
+    measure = functools.partial(
+        _estimated,
+        model,
+        gpu=gpu,
+        memory=memory,
+        engine=engine,
+        phase=phase,
+        precision=precision,
+        jit=jit,
+        input_shape=input_shape,
+    )
+    first, settled = measure(1)
     assert first.limit is not None
     if not first.fits:
         raise CannotFitError(
@@ -187,7 +218,12 @@ def max_batch_size(
             + ", ".join(f"{name} {format_bytes(size)}" for name, size in list(first.by_category.items())[:3])
             + ". Use an optimizer with less state, a smaller model or inputs, or a card with more memory."
         )
-    return largest(lambda batch_size: measure(batch_size).high, first.limit, first.high)
+
+    def need(batch_size: int) -> int:
+        found, known = measure(batch_size)
+        return found.expected if known else found.high
+
+    return largest(need, first.limit, first.expected if settled else first.high)
 
 
 def check_model(model: Any, phase: str) -> None:

@@ -37,7 +37,8 @@ def compile_step(model: Any, workload: Workload, memory: int | None = None) -> C
         # Not `step.function` itself: JAX remembers what it traced by function, and the model may have changed since.
         function = jax.jit(lambda state, data: step.function(state, data), donate_argnums=0)
         program, notes = _compiled(function.lower(state, data), here)
-    return account(program.memory_analysis(), here, time.perf_counter() - start, (*step.notes, *notes))
+    tuned = here and workload.target.gpu
+    return account(program.memory_analysis(), tuned, time.perf_counter() - start, (*step.notes, *notes))
 
 
 def _compiled(lowered: Any, here: bool) -> tuple[Any, tuple[str, ...]]:

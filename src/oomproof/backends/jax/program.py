@@ -31,12 +31,18 @@ _SAME_BYTES = {"reshape", "squeeze", "expand_dims", "copy", "copy_p", "stop_grad
 _SAME_BYTES |= {"name", "random_wrap", "random_unwrap", "reduce_precision", "sharding_constraint", "pvary"}
 
 
-def flattened(closed: Any, gpu: bool) -> Program:
-    """A closed jaxpr as one list of operations, each computed once, with what they need besides on a GPU."""
+def flattened(closed: Any, gpu: bool, *, compiled: bool = True) -> Program:
+    """A closed jaxpr as one list of operations, each computed once, with what they need besides on a GPU.
+
+    Args:
+        closed: The jaxpr.
+        gpu: Whether it runs on one.
+        compiled: Whether it is one program, and not run op by op.
+    """
     maker = _Maker(gpu)
     inputs = [maker.value(variable.aval) for variable in closed.jaxpr.invars]
     outputs = maker.inline(closed.jaxpr, inputs, [maker.constant(c) for c in closed.consts], "", None)
-    return linked(for_cudnn(maker.nodes) if gpu else maker.nodes, inputs, outputs)
+    return linked(for_cudnn(maker.nodes, shared=compiled) if gpu else maker.nodes, inputs, outputs)
 
 
 class _Maker:

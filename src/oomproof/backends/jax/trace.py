@@ -36,7 +36,7 @@ def trace(model: Any, workload: Workload) -> Trace:
         # Not `step.function` itself: JAX remembers what it traced by function, and the model may have changed since.
         jaxpr = jax.make_jaxpr(lambda state, data: step.function(state, data))(step.state, step.data)
         names = _Names(model)
-    program = flattened(jaxpr, workload.target.gpu)
+    program = flattened(jaxpr, workload.target.gpu, compiled=workload.jit)
     allocator: Allocator = "xla"
     if workload.jit:
         settled = _settled(program, len(jax.tree.leaves(step.state)))

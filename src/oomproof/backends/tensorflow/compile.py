@@ -7,6 +7,7 @@ another version.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from typing import Any
@@ -17,6 +18,7 @@ from oomproof.tracing import Compiled, Workload
 
 # Not an op of StableHLO, though TensorFlow writes it. A reshape to the same shape computes the same.
 _COPY = re.compile(r"mhlo\.copy (%\w+) : (tensor<[^>]*>)")
+_TRUTHS = re.compile(r'dense<"0x([0-9A-Fa-f]*)"> : tensor<((?:\d+x)+)i1>')
 
 
 def why_not(workload: Workload) -> str | None:
@@ -54,6 +56,7 @@ def compile_step(model: Any, workload: Workload, memory: int | None = None) -> C
     device = absent_gpu(workload.target, memory)
     start = time.perf_counter()
     text = _COPY.sub(r"stablehlo.reshape \1 : (\2) -> \2", lowered(model, workload).text)
+    text = _TRUTHS.sub(_a_byte_each, text)
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
     notes: tuple[str, ...] = ()
@@ -71,3 +74,12 @@ def compile_step(model: Any, workload: Workload, memory: int | None = None) -> C
         except Exception as error:
             raise not_compiled(error) from error
     return account(program.get_compiled_memory_stats(), False, time.perf_counter() - start, notes)
+
+
+def _a_byte_each(found: re.Match[str]) -> str:
+    """A constant of truth values, such as a mask. TensorFlow writes eight of them to a byte, JAX reads one."""
+    packed, count = bytes.fromhex(found[1]), math.prod(int(n) for n in found[2].split("x") if n)
+    if len(packed) >= count:
+        return found[0]
+    bits = "".join(f"{byte >> bit & 1:02X}" for byte in packed for bit in range(8))
+    return f'dense<"0x{bits[: 2 * count]}"> : tensor<{found[2]}i1>'

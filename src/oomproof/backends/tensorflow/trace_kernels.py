@@ -35,6 +35,7 @@ _UNCHANGED_IF_WHOLE = ops("Slice StridedSlice Pad Tile BroadcastTo ConcatV2") | 
 # What these say is read by the host, which keeps it wherever the rest is.
 _ON_HOST = ops("Shape ShapeN Size Rank BroadcastGradientArgs BroadcastArgs VariableShape TensorListLength")
 _CONVOLUTION_GRADIENTS = frozenset(("Conv2DBackpropFilter", "Conv2DBackpropInput"))
+_GRADIENTS_IN_3D = frozenset(("Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"))
 # Constants of TensorFlow's convolution kernels for CPUs.
 _WORKING_SET = 30 * 2**20
 _PER_THREAD = 256 * 2**10
@@ -159,14 +160,15 @@ def _columns_scratch(node: Node, inputs: Sequence[TensorType], outputs: Sequence
 def _cudnn_workspace(node: Node, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> Sequence[int]:
     """Which algorithm cuDNN chooses, and so what it needs, is only known on the card; this is what is usual.
 
-    Algorithms that win for kernels of at least 3×3 keep transformed copies of what they read and write.
+    Algorithms that win for kernels of at least 3×3 keep transformed copies of what they read and write. In three
+    dimensions gradients do, for which cuDNN wants the channels last.
     """
     if node.op == "Conv2D":
         kernel = inputs[1].shape
-    elif node.op in _CONVOLUTION_GRADIENTS:
-        kernel = (outputs[0] if node.op == "Conv2DBackpropFilter" else inputs[1]).shape
+    elif node.op in _CONVOLUTION_GRADIENTS or node.op in _GRADIENTS_IN_3D:
+        kernel = (outputs[0] if "Filter" in node.op else inputs[1]).shape
     else:
         return ()
-    if kernel is None or len(kernel) != 4 or kernel[0] * kernel[1] == 1:
+    if kernel is None or math.prod(kernel[:-2]) == 1:
         return ()
     return (sum(kind.size for kind in (*inputs, *outputs)),)

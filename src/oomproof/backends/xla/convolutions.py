@@ -1,8 +1,9 @@
 """What XLA and cuDNN need for a convolution besides its operands and its result.
 
-XLA hands convolutions to cuDNN, which pads alike on both sides: where a model does not, XLA makes a padded copy first.
-The autotuner then takes the quickest of cuDNN's algorithms, whatever room it wants to work in. Which one that is cannot
-be known without the card. The rules for it are from single layers on an H200 (benchmarks/estimate/kernels.py).
+XLA hands convolutions to cuDNN, which pads alike on both sides: where a model does not, XLA makes a padded copy first
+(or, for gradients by the input, cuts a larger result, which is not counted). The autotuner then takes the quickest of
+cuDNN's algorithms, whatever room it wants to work in. Which one that is cannot be known without the card. The rules for
+it are from single layers on an H200 (benchmarks/estimate/kernels.py).
 """
 
 from __future__ import annotations
@@ -23,13 +24,18 @@ _ALIGNED = 8
 # In float32 arrays are copied in another order where there are so few channels, or no more than that on both sides, or
 # the window is that large; with strides not where it is that small.
 _FEW, _SOME, _LARGE_WINDOW, _SMALL_WINDOW = 24, 32, 7, 3
-# The largest image cuDNN computes by Fourier transforms, and the most room that was seen to be given for it.
+# The largest image cuDNN computes by Fourier transforms, and more room than was seen to be given for it (10.9 GB).
 _FFT_SIZE = 256
-_FFT_MOST = 16 << 30
+_FFT_MOST = 12 << 30
 
 
-def for_cudnn(nodes: Iterable[Node]) -> list[Node]:
-    """The operations as they run on a GPU: padded copies before convolutions, and what cuDNN works in."""
+def for_cudnn(nodes: Iterable[Node], *, shared: bool = True) -> list[Node]:
+    """The operations as they run on a GPU: padded copies before convolutions, and what cuDNN works in.
+
+    Args:
+        nodes: The program, in its order.
+        shared: Whether all that read an array padded in one way read the same copy, as in one compiled program.
+    """
     made: dict[tuple[object, ...], Value] = {}
     ordered: list[Node] = []
     for node in nodes:
@@ -43,7 +49,7 @@ def for_cudnn(nodes: Iterable[Node]) -> list[Node]:
                     if (elements := math.prod(shape)) == source.elements:
                         continue
                     # What is read with images as channels is written in that order, for this one alone.
-                    key = (id(source), shape, id(node) if conv.across else None)
+                    key = (id(source), shape, id(node) if conv.across or not shared else None)
                     if key not in made:
                         pad = Node("pad", [source], [], node.scope)
                         made[key] = Value(shape, source.dtype, elements * _width(source), pad)
@@ -105,15 +111,15 @@ def workspace(conv: Convolution, kind: Role, width: int) -> int:
         kind: Which of the three convolutions of a layer it is.
         width: Bytes of an element.
     """
-    if conv.grouped:
+    if conv.grouped or not conv.strides:
         return 0
     by_kernel = kind == "by kernel"
     first, second, result = conv.shapes
     channels, filters = first[conv.first[0 if by_kernel else 1]], second[conv.second[0]]
     large = [(width * math.prod(first), channels), (width * math.prod(second if by_kernel else result), filters)]
     copies = sum(size for size, _ in large)
-    window = min(_inner(result if by_kernel else second, conv.result if by_kernel else conv.second), default=1)
-    if window == 1 and max(conv.strides + conv.holes + conv.window_holes) == 1:
+    window = _inner(result, conv.result) if by_kernel else _inner(second, conv.second)
+    if max(window + conv.strides + conv.holes + conv.window_holes) == 1:
         # A matrix product.
         return 0
     if len(conv.strides) == 3:
@@ -130,8 +136,8 @@ def workspace(conv: Convolution, kind: Role, width: int) -> int:
         # Of a transposed convolution with strides, or one whose window has holes.
         return copies
     usual = _SMALL_WINDOW if max(conv.window_holes) > 1 else 1
-    few = 1 < channels <= _FEW or max(channels, filters) <= _SOME or window >= _LARGE_WINDOW
-    return copies if len(conv.strides) == 2 and window > usual and few else _PARTS
+    few = 1 < channels <= _FEW or max(channels, filters) <= _SOME or min(window) >= _LARGE_WINDOW
+    return copies if len(conv.strides) == 2 and min(window) > usual and few else _PARTS
 
 
 def _filled_up(size: int, channels: int) -> int:
@@ -145,8 +151,10 @@ def _by_fourier(conv: Convolution, copies: int) -> int:
     The images are those of the second operand, and the window is the first.
     """
     first, second, result = conv.shapes
-    size = max(_inner(second, conv.second), default=1)
-    if size > _FFT_SIZE:
+    sizes = _inner(second, conv.second)
+    size = max(sizes)
+    # Seen with square images alone.
+    if len(sizes) != 2 or min(sizes) == 1 or size > _FFT_SIZE:
         return copies
     side = 1 << (size - 1).bit_length()
     transformed = 8 * side * (side // 2 + 1)

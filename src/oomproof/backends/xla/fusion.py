@@ -139,7 +139,7 @@ class Fusion:
         elif node.name.startswith("scatter"):
             kernel.in_place = reads[:1]
         elif node.bodies:
-            kernel.scratch = _inside(node, self._fuse)
+            kernel.scratch, node.workspace = _inside(node, self._fuse)
         self.kernels.append(kernel)
 
     def _reorder(self, value: Value) -> Value:
@@ -153,8 +153,8 @@ class Fusion:
         return self._reordered[id(value)].makes[0]
 
 
-def _inside(node: Node, fuse: bool) -> int:
-    """Bytes a loop or branch needs besides what it reads and what it makes."""
+def _inside(node: Node, fuse: bool) -> tuple[int, int]:
+    """Bytes a loop or branch needs besides what it reads and what it makes: what is known, and workspaces on top."""
     needs = []
     for program in node.bodies:
         carried = node.carried if node.name == "scan" else len(program.outputs)
@@ -164,5 +164,6 @@ def _inside(node: Node, fuse: bool) -> int:
             # What is stacked, or carried and written a part of, is written where it is.
             if value is not None and (index >= carried or (value.node and value.node.name == "dynamic_update_slice"))
         }
-        needs.append(planned(Fusion(program, fuse).kernels, settled).peak)
-    return max(needs, default=0)
+        needs.append(planned(Fusion(program, fuse).kernels, settled))
+    known = max((plan.known for plan in needs), default=0)
+    return known, max((plan.peak for plan in needs), default=0) - known

@@ -31,7 +31,7 @@ def prepared(kernels: list[Kernel]) -> list[Kernel]:
     added: dict[int, list[Kernel]] = {}
     _stack_early(kernels, added)
     _zeros_of_pooling(kernels)
-    _copies_across(kernels)
+    _copies_across(kernels, added)
     return [one for index, kernel in enumerate(kernels) for one in (*added.get(index, ()), kernel)]
 
 
@@ -81,15 +81,21 @@ def _relu_of(kernel: Kernel) -> Value | None:
     return node.outputs[0] if node is not None and node.name == "max" else None
 
 
-def _copies_across(kernels: list[Kernel]) -> None:
-    """The gradient of a transposed convolution's kernel reads images as channels: copies, made with the originals."""
+def _copies_across(kernels: list[Kernel], added: dict[int, list[Kernel]]) -> None:
+    """The gradient of a transposed convolution's kernel reads images as channels: copies, made with the originals.
+
+    Of what the program is given they are made just before.
+    """
     makers = {id(value): kernel for kernel in kernels for value in kernel.makes}
-    for kernel in kernels:
-        # With uneven padding they are copied to be padded.
-        if (conv := kernel.node.convolution) and conv.across and not conv.uneven:
+    for index, kernel in enumerate(kernels):
+        # With uneven padding a GPU has had them copied to be padded.
+        if (conv := kernel.node.convolution) and conv.across and not (conv.uneven and kernel.node.workspace):
             for position, value in enumerate(kernel.reads):
                 copy = Value(value.shape, value.dtype, value.size, value.node)
-                makers.get(id(value), kernel).makes.append(copy)
+                if id(value) not in makers:
+                    makers[id(value)] = _kernel("transpose", kernel.node, [value])
+                    added.setdefault(index, []).append(makers[id(value)])
+                makers[id(value)].makes.append(copy)
                 kernel.reads[position] = copy
 
 

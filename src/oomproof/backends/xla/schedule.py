@@ -21,11 +21,13 @@ class Plan:
         kernels: In the order they run.
         spans: First and last kernel during which each result has memory of its own, by `id`.
         peak: Bytes of results, scratch and workspaces when they are most.
+        known: The same without workspaces, which no plan made without the GPU knows.
     """
 
     kernels: list[Kernel]
     spans: dict[int, tuple[int, int]]
     peak: int
+    known: int
 
 
 def planned(kernels: Sequence[Kernel], settled: set[int]) -> Plan:
@@ -68,11 +70,12 @@ def _plan(kernels: list[Kernel], settled: set[int]) -> Plan:
     for key, (start, end) in spans.items():
         change[start] += sizes[key]
         change[min(end, last) + 1] -= sizes[key]
-    peak = used = 0
+    peak = known = used = 0
     for index, kernel in enumerate(kernels):
         used += change[index]
+        known = max(known, used + kernel.scratch)
         peak = max(peak, used + kernel.scratch + kernel.node.workspace)
-    return Plan(kernels, spans, peak)
+    return Plan(kernels, spans, peak, known)
 
 
 def _graph(kernels: Sequence[Kernel]) -> tuple[dict[int, int], list[list[int]], list[int]]:
