@@ -23,6 +23,7 @@ import pathlib
 import random
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 from collect import TRUTH, read
@@ -242,7 +243,8 @@ def main() -> None:
     wanted = [int(number) for number in options.numbers.split(",")] if options.numbers else None
     chosen = dict(option.split("=") for option in options.option)
     on_xla = functools.partial(on_jax, options=chosen)
-    run = {"torch": on_torch, "jax": on_xla, "tensorflow": on_tensorflow}[backend]
+    ways: dict[str, Callable[[Layer], Layer]] = {"torch": on_torch, "jax": on_xla, "tensorflow": on_tensorflow}
+    run = ways[backend]
     known = [row for row in read(TRUTH / f"kernels-{backend}.jsonl") if "failed" not in row]
     done = {row["number"] for row in known} if wanted is None else set()
     at, parts = map(int, options.part.split("/"))

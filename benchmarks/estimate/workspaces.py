@@ -9,7 +9,6 @@ forward pass and its two gradients; under 16 MiB nothing is asked of it. Writes 
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import re
@@ -20,6 +19,7 @@ from typing import Any
 os.environ["KERAS_BACKEND"] = "jax"
 
 import kernels
+from collect import TRUTH, read
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 from _common import write_result
@@ -43,8 +43,7 @@ def expected(layer: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    lines = (kernels.TRUTH / "kernels-jax.jsonl").read_text().splitlines()
-    layers = [layer for layer in map(json.loads, lines) if "calls" in layer]
+    layers = [layer for layer in read(TRUTH / "kernels-jax.jsonl") if "calls" in layer]
     keys = ("kind", "dtype", "batch", "size", "inputs", "filters", "kernel", "strides", "dilation")
     rows = [
         {key: layer[key] for key in keys} | {"measured": measured(layer), "expected": expected(layer)}

@@ -351,6 +351,11 @@ def test_what_the_gradient_of_a_transposed_convolution_works_in(kernel, expected
     assert not [b for b in trace(painter(kernel), pictures(CPU)).buffers if b.workspace]
 
 
+def test_what_is_read_with_images_as_channels_is_copied():
+    image = 4 * 64 * 16 * 16 * 32
+    assert image in [b.size for b in trace(painter(4), pictures(GPU)).buffers if b.start >= 0]
+
+
 def test_arrays_that_are_not_padded_alike_are_copied():
     """The image between its pixels with zeros, and the gradient around, both read with images as channels."""
     spread, around = 4 * 64 * 32 * 31**2, 4 * 64 * 16 * 33**2

@@ -103,8 +103,9 @@ def test_a_window_that_is_flat_on_one_side_is_no_matrix_product():
 
 
 def test_in_one_dimension_nothing_is_known_of_fourier_transforms():
-    conv = convolution(64, (100,), 64, 64, 3, holes=2, padding=(2, 1))
-    assert workspace(conv, "by kernel", 4) == 2 * 4 * 64 * 100 * 64
+    for size in ((100,), (1, 100)):
+        conv = convolution(64, size, 64, 64, 3, holes=2, padding=(2, 1))
+        assert workspace(conv, "by kernel", 4) == 2 * 4 * 64 * 100 * 64
 
 
 def test_op_by_op_a_copy_is_made_for_each():
