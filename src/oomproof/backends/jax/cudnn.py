@@ -93,8 +93,8 @@ def _attention_as_on(target: Target, notes: list[str]) -> Iterator[None]:
 def lstm_sizes(inputs: int, units: int, layers: int, batch: int, steps: int, both: bool) -> tuple[int, int]:
     """Bytes cuDNN wants while it runs an LSTM, and from its forward to its backward pass.
 
-    As cuDNN answered for 44 layers drawn at random (benchmarks/estimate/kernels.py), to 2 %. Of several layers in one
-    it was not asked.
+    As cuDNN answered for 44 layers drawn at random (benchmarks/estimate/kernels.py): to 1 % in one direction, to 12 %
+    in both at once. Of several layers in one it was not asked.
     """
     cells = units * batch * steps * layers
     one = 20 * cells + 4 * inputs * batch * steps + 16 * units * (inputs + units) + 40 * batch * units + _LSTM_FIXED
