@@ -354,7 +354,8 @@ def test_recomputed_peaks_are_those_of_real_steps_on_tensorflow():
         model, batch = getattr(chain_models, name)()
         _, trace = traced(model, batch, gpu=False, recompute=chain_models.blocks(name, model))
         assert use(trace).max() == pytest.approx(real[name]["asked for"], rel=0.1)
-        assert replay(trace).peak == pytest.approx(real[name]["peak"], rel=0.1)
+        # The child made one region for everything, as on a GPU, where a CPU takes a new one whenever it needs more.
+        assert replay(dataclasses.replace(trace, allocator="bfc")).peak == pytest.approx(real[name]["peak"], rel=0.1)
 
 
 _COMPILED = """
