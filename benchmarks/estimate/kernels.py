@@ -188,38 +188,47 @@ def on_jax(layer: Layer, options: dict[str, str]) -> Layer:
     return {"calls": calls, "temporary": analysis.temp_size_in_bytes, "outputs": analysis.output_size_in_bytes}
 
 
+def functions(layer: Layer) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
+    """Forward pass and gradients of a layer as functions on TensorFlow, each with what it is given: image, filter,
+    gradient by the result."""
+    import tensorflow as tf
+
+    made, shape = built(layer)
+    filters = made.trainable_variables[0]
+    given = [
+        tf.TensorSpec(size, layer["dtype"]) for size in (shape, tuple(filters.shape), made.compute_output_shape(shape))
+    ]
+
+    def part(what: str) -> Callable[..., Any]:
+        def run(x: Any, w: Any, g: Any) -> Any:
+            value, filters._value = filters._value, w
+            try:
+                with tf.GradientTape() as tape:
+                    tape.watch([x, w])
+                    y = made(x)
+            finally:
+                filters._value = value
+            return y if what == "forward" else tape.gradient(y, x if what == "input" else w, output_gradients=g)
+
+        return run
+
+    return {what: (part(what), given) for what in ("forward", "input", "filter")}
+
+
 def on_tensorflow(layer: Layer) -> Layer:
     import tensorflow as tf
 
     if layer["kind"] in ("lstm", "gru"):
         return {"skipped": "cuDNN's recurrent kernels are not always there"}
-    made, shape = built(layer)
     device = "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
-    dtype = tf.as_dtype(layer["dtype"])
-    weights = tf.cast(made.trainable_variables[0].value, dtype)
-    made.trainable_variables[0]._value = weights
-    x = tf.ones(shape, dtype)
-    y = made(x)
-    gradient = tf.ones_like(y)
-
-    def by(what: str) -> Any:
-        def run(x: Any, w: Any, g: Any) -> Any:
-            with tf.GradientTape() as tape:
-                tape.watch([x, w])
-                made.trainable_variables[0]._value = w
-                y = made(x)
-            return y if what == "forward" else tape.gradient(y, x if what == "input" else w, output_gradients=g)
-
-        return tf.function(run, jit_compile=False, autograph=False)
-
-    del y
     found: Layer = {"bytes": {}}
-    for what in ("forward", "input", "filter"):
-        function = by(what)
+    for what, (plain, specs) in functions(layer).items():
+        function = tf.function(plain, jit_compile=False, autograph=False)
+        arguments = [tf.ones(spec.shape, spec.dtype) for spec in specs]
         for run in range(3):
             before = tf.config.experimental.get_memory_info(device)["current"]
             tf.config.experimental.reset_memory_stats(device)
-            result = function(x, weights, gradient)
+            result = function(*arguments)
             float(tf.reduce_sum(tf.cast(tf.reshape(result, [-1])[:1], tf.float32)))
             peak = tf.config.experimental.get_memory_info(device)["peak"] - before
             if run in (0, 2):

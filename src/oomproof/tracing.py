@@ -92,6 +92,8 @@ class Buffer:
         layer: The layer whose op made it, or whose weight or weight's gradient or slot it is; empty for none.
         fixed: Whether a kernel takes as much for a part of the batch.
         workspace: Whether it is what an autotuner is expected to choose, which only the GPU itself can tell.
+        drawn: Whether it was made from numbers drawn at random, which took two more of its size for a moment.
+        first: Of what is there before the step: the op that allocates it in the very first one, where that is so.
     """
 
     size: int
@@ -101,6 +103,8 @@ class Buffer:
     layer: str
     fixed: bool = False
     workspace: bool = False
+    drawn: bool = False
+    first: int = -1
 
 
 @dataclasses.dataclass(frozen=True)

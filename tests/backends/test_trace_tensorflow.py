@@ -26,6 +26,7 @@ if BACKEND == "tensorflow":
     from oomproof.backends.tensorflow.trace import trace
 
 HERE = pathlib.Path(__file__).parent
+TRUTH = HERE.parents[1] / "benchmarks" / "estimate" / "truth"
 MIB = 2**20
 
 
@@ -69,7 +70,7 @@ def test_peaks_are_those_of_real_steps():
     # one region for everything, as on a GPU, where a CPU takes a new one whenever it needs more.
     regions = {name: dataclasses.replace(found, allocator="bfc") for name, found in traces.items()}
     taken = {name: replay(found).peak / real[name]["peak"] - 1 for name, found in regions.items()}
-    for errors, median, worst in ((asked, 0.03, 0.12), (taken, 0.07, 0.30)):
+    for errors, median, worst in ((asked, 0.03, 0.12), (taken, 0.05, 0.15)):
         shown = {name: f"{error:+.1%}" for name, error in errors.items()}
         assert statistics.median(map(abs, errors.values())) < median, shown
         assert max(map(abs, errors.values())) < worst, shown
@@ -177,14 +178,61 @@ def test_masks_are_read_as_they_were_written():
         assert np.array_equal(np.array(ir.DenseElementsAttr(constant.attributes["value"])), mask)
 
 
-def test_gradients_of_3d_convolutions_are_copied_by_cudnn():
-    model = keras.Sequential([keras.Input((8, 8, 8, 4)), layers.Conv3D(16, 3, padding="same", use_bias=False)])
+# Layers of kernels.py that took on an H200 what the rules say: plain, few and odd channels, padded unevenly, transposed,
+# in three dimensions.
+AS_MEASURED = {18: "input", 64: "input filter", 126: "input", 322: "input filter", 388: "filter", 415: "forward input"}
+
+
+@pytest.mark.parametrize("number", AS_MEASURED)
+def test_single_convolutions_take_what_was_measured(number):
+    from workspaces_graph import expected, read
+
+    (layer,) = (row for row in read(TRUTH / "kernels-tensorflow.jsonl") if row["number"] == number)
+    said = expected(layer)
+    parts = AS_MEASURED[number].split()
+    assert {part: said[part] for part in parts} == {
+        part: pytest.approx(layer["bytes"][part], rel=0.003) for part in parts
+    }
+
+
+def test_pooling_in_3d_copies_everything():
+    model = keras.Sequential([keras.Input((8, 8, 8, 4)), layers.MaxPooling3D(2)])
     model.compile("sgd", "mse", jit_compile=False)
-    x, y = Spec((32, 8, 8, 8, 4), "float32"), Spec((32, 8, 8, 8, 16), "float32")
-    copies = 4 * (32 * 512 * (4 + 16) + 27 * 4 * 16)
+    data = {
+        "x": Spec((32, 8, 8, 8, 4), "float32"),
+        "y": Spec((32, 4, 4, 4, 4), "float32"),
+        "phase": "test",
+        "jit": False,
+    }
+    whole, pooled = 4 * 32 * 512 * 4, 4 * 32 * 64 * 4
     for gpu in (True, False):
-        data = Workload(x, y, "train", False, Target(gpu=gpu))
-        assert any(copies <= b.size < copies + 64 for b in trace(model, data).buffers) == gpu
+        found = trace(model, Workload(**data, target=Target(gpu=gpu)))
+        pooling = next(at for at, op in enumerate(found.ops) if "MaxPool3D" in op.name)
+        sizes = sorted(buffer.size for buffer in found.buffers if buffer.start == pooling)
+        assert sizes == ([pooled, pooled, whole] if gpu else [pooled])
+
+
+def test_slots_of_a_shape_begin_in_one_place():
+    model = keras.Sequential([keras.Input((64,)), layers.Dense(64, use_bias=False), layers.Dense(64, use_bias=False)])
+    model.compile("adam", "mse", jit_compile=False)
+    spec = Spec((8, 64), "float32")
+    found = trace(model, Workload(spec, spec, "train", False, Target(gpu=False)))
+    slots = [buffer for buffer in found.buffers if buffer.category == "optimizer" and buffer.size == 4 * 64 * 64]
+    # Two layers with two slots each: three of the four get a place of their own when they are first written to.
+    assert sorted(slot.first >= 0 for slot in slots) == [False, True, True, True]
+    assert all(found.ops[slot.first].stage == "update" for slot in slots if slot.first >= 0)
+
+
+def test_weights_that_are_still_read_are_written_to_a_copy():
+    model = keras.Sequential([keras.Input((64,)), layers.Dense(64, use_bias=False), layers.Dense(64, use_bias=False)])
+    model.compile("sgd", "mse", jit_compile=False)
+    spec = Spec((8, 64), "float32")
+    found = trace(model, Workload(spec, spec, "train", False, Target(gpu=False)))
+    values = [buffer for buffer in found.buffers if buffer.category == "weights"]
+    # The second layer's old values are needed for the gradient of the first.
+    assert len(values) == 3
+    assert sum(value.start >= 0 for value in values) == 1
+    assert [value.drawn for value in values if value.start < 0] == [True, True]
 
 
 def test_a_loop_whose_end_depends_on_data_is_said_to_be_missing():

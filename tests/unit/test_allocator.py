@@ -173,6 +173,34 @@ def test_what_the_step_before_left_behind_is_there_until_it_is_let_go_of(allocat
 # Whether a step goes through within a limit
 
 
+def test_of_free_blocks_of_a_size_the_one_at_the_lowest_address_is_taken():
+    heap = Heap(RULES["bfc"])
+    low, _, high, _ = (heap.take(size * MIB) for size in (4, 1, 4, 1))
+    heap.give(low)
+    heap.give(high)
+    assert [heap.take(4 * MIB).start for _ in range(2)] == [low.start, high.start]
+
+
+def test_what_was_needed_to_make_weights_leaves_gaps():
+    # One table of 10 MiB is drawn with two more of its size, whose gap of 20 MiB the second is too large to share.
+    lasting = [Buffer(size * MIB, -1, 1, "weights", "", drawn=drawn) for size, drawn in ((10, True), (12, False))]
+    trace = Trace("bfc", (Op("op", "forward", ""),), tuple(lasting))
+    assert replay(trace).peak == 30 * MIB
+    plain = Trace("bfc", trace.ops, tuple(Buffer(b.size, -1, 1, "weights", "") for b in lasting))
+    assert replay(plain).peak == 22 * MIB
+
+
+def test_what_the_first_step_makes_lies_where_there_was_room_then():
+    # The slot gets its place while both tensors are there. Afterwards it parts the room into 11 and 9 MiB, and the
+    # larger tensor takes more than the rest of it.
+    ops = tuple(Op("op", "forward", "") for _ in range(3))
+    slot = Buffer(MIB, -1, 3, "optimizer", "", first=1)
+    tensors = (Buffer(11 * MIB, 0, 1, "temporary", ""), Buffer(9 * MIB, 2, 2, "temporary", ""))
+    assert replay(Trace("bfc", ops, (slot, *tensors))).timeline == (12 * MIB, 12 * MIB, 12 * MIB)
+    before = Buffer(MIB, -1, 3, "optimizer", "")
+    assert replay(Trace("bfc", ops, (before, *tensors))).timeline == (12 * MIB, 12 * MIB, 10 * MIB)
+
+
 def test_torch_gives_segments_back_that_nobody_uses_before_it_runs_out():
     # 30 MiB, then 40: the first segment is too small for the second request, and in its way.
     step = traced("caching", 2, (30 * MIB, 0, 0), (40 * MIB, 1, 1))

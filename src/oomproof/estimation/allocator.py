@@ -108,10 +108,10 @@ RULES = {
 class _Block:
     """A part of a segment, free or in use, between its neighbours."""
 
-    __slots__ = ("after", "before", "free", "number", "pool", "segment", "size", "start")
+    __slots__ = ("after", "before", "free", "pool", "segment", "size", "start")
 
-    def __init__(self, number: int, segment: int, pool: int, start: int, size: int) -> None:
-        self.number, self.segment, self.pool, self.start, self.size = number, segment, pool, start, size
+    def __init__(self, segment: int, pool: int, start: int, size: int) -> None:
+        self.segment, self.pool, self.start, self.size = segment, pool, start, size
         self.free = True
         self.before: _Block | None = None
         self.after: _Block | None = None
@@ -140,8 +140,8 @@ class Heap:
         self._taken: dict[int, int] = {}
         # Of each page that was taken: its size, and how many blocks in use touch it.
         self._pages: dict[tuple[int, int], list[int]] = {}
-        # The free blocks of each pool, by size and age.
-        self._free: dict[int, list[tuple[int, int, _Block]]] = {}
+        # The free blocks of each pool, by size and, where sizes are the same, by address.
+        self._free: dict[int, list[tuple[int, int, int, _Block]]] = {}
         self._count = 0
         self._next = 0
 
@@ -159,7 +159,7 @@ class Heap:
             self._new_segment(self._segment(size), pool)
             free = self._free[pool]
             place = bisect.bisect_left(free, (size,))
-        block = free.pop(place)[2]
+        block = free.pop(place)[-1]
         block.free = False
         if self.rules.splits(block.size, size):
             self._split(block, size)
@@ -215,18 +215,17 @@ class Heap:
                 raise _FullError
         self._count += 1
         self._taken[self._count] = 0 if size == ENDLESS else size
-        self._keep(_Block(self._count, self._count, pool, 0, size))
+        self._keep(_Block(self._count, pool, 0, size))
 
     def _give_back(self) -> None:
         for pool, free in self._free.items():
-            unused = [entry for entry in free if entry[2].before is None and entry[2].after is None]
-            for _, _, block in unused:
+            unused = [entry for entry in free if entry[-1].before is None and entry[-1].after is None]
+            for *_, block in unused:
                 del self._taken[block.segment]
             self._free[pool] = [entry for entry in free if entry not in unused]
 
     def _split(self, block: _Block, size: int) -> None:
-        self._count += 1
-        rest = _Block(self._count, block.segment, block.pool, block.start + size, block.size - size)
+        rest = _Block(block.segment, block.pool, block.start + size, block.size - size)
         rest.before, rest.after = block, block.after
         if rest.after is not None:
             rest.after.before = rest
@@ -244,38 +243,68 @@ class Heap:
 
     def _keep(self, block: _Block) -> None:
         block.free = True
-        bisect.insort(self._free[block.pool], (block.size, block.number, block))
+        bisect.insort(self._free[block.pool], (block.size, block.segment, block.start, block))
 
     def _free_list_without(self, block: _Block) -> None:
         free = self._free[block.pool]
-        del free[bisect.bisect_left(free, (block.size, block.number))]
+        del free[bisect.bisect_left(free, (block.size, block.segment, block.start))]
 
 
 def _one_by_one(trace: Trace, heap: Heap) -> Replay:
     count = max(1, len(trace.ops))
     begins: list[list[int]] = [[] for _ in range(count)]
+    later: list[list[int]] = [[] for _ in range(count)]
     ends: list[list[int]] = [[] for _ in range(count)]
-    # What the step before has left behind and this one lets go of, such as old gradients.
-    left_behind: list[int] = []
+    blocks: dict[int, _Block] = {}
     for index, buffer in enumerate(trace.buffers):
-        if buffer.start < 0 and buffer.end >= count - 1:
-            heap.take(buffer.size)
-            continue
-        (left_behind if buffer.start < 0 else begins[buffer.start]).append(index)
-        ends[min(buffer.end, count - 1)].append(index)
+        if buffer.start >= 0:
+            begins[buffer.start].append(index)
+        elif buffer.first >= 0:
+            later[buffer.first].append(index)
+        else:
+            blocks[index] = _made(buffer, heap)
+        if buffer.end < count:
+            ends[buffer.end].append(index)
     timeline: list[int] = []
     # Twice: the second step finds the memory as the first one left it.
-    for _ in range(2):
+    for step in range(2):
         timeline = []
-        blocks = {index: heap.take(trace.buffers[index].size) for index in left_behind}
         for op in range(count):
-            for index in begins[op]:
+            for index in (*begins[op], *(later[op] if step == 0 else ())):
                 blocks[index] = heap.take(trace.buffers[index].size)
             timeline.append(heap.in_use)
             for index in ends[op]:
                 heap.give(blocks.pop(index))
+        if step == 0:
+            _hand_over(trace, blocks, heap)
     at = int(np.argmax(timeline))
     return Replay(timeline[at], heap.reserved, at, _live(trace, at), tuple(timeline))
+
+
+def _hand_over(trace: Trace, blocks: dict[int, _Block], heap: Heap) -> None:
+    """What a step leaves behind is what the next one finds: new values of weights, gradients it will let go of."""
+    left: dict[tuple[object, ...], list[_Block]] = {}
+    for index in [index for index in blocks if trace.buffers[index].start >= 0]:
+        left.setdefault(_alike(trace.buffers[index]), []).append(blocks.pop(index))
+    for index, buffer in enumerate(trace.buffers):
+        if buffer.start < 0 and index not in blocks:
+            same = left.get(_alike(buffer))
+            blocks[index] = same.pop(0) if same else heap.take(buffer.size)
+    for block in (block for unclaimed in left.values() for block in unclaimed):
+        heap.give(block)
+
+
+def _alike(buffer: Buffer) -> tuple[object, ...]:
+    return buffer.size, buffer.category, buffer.layer
+
+
+def _made(buffer: Buffer, heap: Heap) -> _Block:
+    """Its place, taken as when it was made: what was needed for that leaves gaps, which others get in part."""
+    needed = [heap.take(buffer.size) for _ in range(2 * buffer.drawn)]
+    block = heap.take(buffer.size)
+    for each in reversed(needed):
+        heap.give(each)
+    return block
 
 
 def _live(trace: Trace, op: int) -> tuple[Buffer, ...]:

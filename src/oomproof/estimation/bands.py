@@ -25,7 +25,7 @@ _BANDS = {
     ("compile", "tensorflow", "compiled"): Band(0.04, 0.06, 0.89),
     ("trace", "jax", "compiled"): Band(0.08, 0.10, 0.74),
     ("trace", "tensorflow", "compiled"): Band(0.20, 0.25, 0.89),
-    ("trace", "tensorflow", "graph"): Band(0.12, 0.15, 0.92),
+    ("trace", "tensorflow", "graph"): Band(0.08, 0.10, 0.96),
     ("trace", "torch", "eager"): Band(0.05, 0.10, 0.96),
 }
 _UNKNOWN = Band(0.2, 0.3)

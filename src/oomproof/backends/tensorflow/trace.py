@@ -62,8 +62,10 @@ def _compiled(model: Any, workload: Workload) -> Trace:
 
 def _buffer(block: Block, owners: Owners, ops: int) -> Buffer:
     end = ops if block.end is None else block.end
-    if block.variable is not None:
-        return Buffer(block.size, block.start, end, block.variable.category, block.variable.layer)
+    if (variable := block.variable) is not None:
+        # Kernels and tables are drawn at random; biases, scales and statistics are filled with one number.
+        drawn = block.start < 0 and variable.category == "weights" and len(variable.shape) > 1
+        return Buffer(block.size, block.start, end, variable.category, variable.layer, drawn=drawn, first=block.first)
     layer = owners.layer(block.node) if block.node is not None else ""
     return Buffer(block.size, block.start, end, _category(block, owners), layer, block.fixed)
 

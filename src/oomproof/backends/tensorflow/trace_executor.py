@@ -11,8 +11,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from oomproof.backends.tensorflow.trace_convolutions import CONVOLUTIONS
 from oomproof.backends.tensorflow.trace_graph import Node, StepGraph, TensorType
-from oomproof.backends.tensorflow.trace_kernels import kernel_of, ops
+from oomproof.backends.tensorflow.trace_kernels import Kernel, kernel_of, ops
 from oomproof.backends.tensorflow.trace_values import COMPUTED, DEAD, Block, Items, Value, shape_at_run_time
 
 _LONGEST_LOOP = 100_000
@@ -125,6 +126,8 @@ class Executor:
             block.variable = variable
             if variable.node:
                 self._variables[variable.node] = block
+        # TensorFlow makes one tensor for all slots of a shape, since all begin as the same number.
+        self._alike = collections.Counter(v.shape for v in graph.variables if v.category == "optimizer" and v.node)
 
     def run(self) -> Execution:
         main = Frame(None, 0)
@@ -263,7 +266,7 @@ class Executor:
         if computed is not None and all(value.number is not None for value in inputs):
             number = computed(*(value.number for value in inputs))
         if kernel.same:
-            return [Value(kind, value.held, value.number) for kind, value in zip(types, inputs, strict=False)]
+            return [Value(kind, v.held, v.number, v.variable) for kind, v in zip(types, inputs, strict=False)]
         if kernel.host:
             return [Value(kind, None, number) for kind in types]
         scratch = list(kernel.scratch)
@@ -271,6 +274,8 @@ class Executor:
             held = inputs[kernel.overwrites].held
             if held is not None and held.users > 1:
                 scratch.append(inputs[kernel.overwrites].type.size)
+        # Convolutions have their results allocated first; what others work in comes before those.
+        before = [] if node.op in CONVOLUTIONS else [self._scratch(size, node, kernel) for size in scratch]
         made = [self._result(kind, inputs if kernel.in_place else ()) for kind in types]
         allocations = [value for value in made if value.held is not None and value.held.start == len(self._ran)]
         if node.op == "Const":
@@ -281,12 +286,16 @@ class Executor:
             for value in allocations:
                 if isinstance(value.held, Block):
                     value.held.node = node
-            for size in scratch:
-                block = self._block(size, node, len(self._ran))
-                block.end, block.fixed = len(self._ran), kernel.fixed
+            for size in scratch[len(before) :]:
+                self._scratch(size, node, kernel)
             self._ran.append(node)
         made[0].number = number
         return made
+
+    def _scratch(self, size: int, node: Node, kernel: Kernel) -> Block:
+        block = self._block(size, node, len(self._ran))
+        block.end, block.fixed = len(self._ran), kernel.fixed
+        return block
 
     def _result(self, kind: TensorType, reusable: Sequence[Value]) -> Value:
         size = kind.size
@@ -355,9 +364,23 @@ class Executor:
     def _run_update(self, node: Node, inputs: Sequence[Value]) -> Sequence[Any]:
         """Written in place, or to a copy while somebody still reads the old value."""
         name = inputs[0].variable
-        if name is not None and name in self._variables and self._variables[name].users > 1:
-            self._copied(node, name, self._variables[name])
+        if name is None or name not in self._variables:
+            return []
+        current = self._variables[name]
+        if current.users > 1:
+            self._copied(node, name, current)
+        elif current.first < 0 and self._shares_its_place(current):
+            # In the very first step it gets one of its own here.
+            current.first = len(self._ran)
+            self._ran.append(node)
         return []
+
+    def _shares_its_place(self, slot: Block) -> bool:
+        """Whether others begin in the same place. The last one keeps it."""
+        if slot.variable is None or slot.variable.category != "optimizer":
+            return False
+        self._alike[slot.variable.shape] -= 1
+        return self._alike[slot.variable.shape] > 0
 
     _run_assignaddvariableop = _run_assignsubvariableop = _run_update
     _run_resourcescatteradd = _run_resourcescattersub = _run_resourcescatterupdate = _run_update

@@ -77,12 +77,14 @@ class Variable:
     """A weight, a slot of the optimizer or the state of a metric.
 
     Attributes:
+        shape: Its shape.
         size: In bytes.
         category: What it is for.
         layer: Path of the layer it belongs to, or for a slot, the layer whose weight it updates.
         node: Name of the node that stands for it; empty where the step does not use it.
     """
 
+    shape: tuple[int, ...]
     size: int
     category: Category
     layer: str
@@ -98,12 +100,14 @@ class StepGraph:
         variables: What is kept from step to step.
         results: Names of the nodes whose results the step returns.
         scopes: The layer that each name scope belongs to.
+        handles: The name of the node that stands for each variable, by `id` of the variable's handle.
     """
 
     nodes: list[Node]
     variables: list[Variable]
     results: frozenset[str]
     scopes: dict[str, str]
+    handles: dict[int, str]
 
 
 def step_graph(model: Any, workload: Workload) -> StepGraph:
@@ -118,14 +122,19 @@ def step_graph(model: Any, workload: Workload) -> StepGraph:
         # In `fit` it is a function within a function, and which op runs first of two that could depends on it.
         inner = tf.function(lambda data: step(data), autograph=False)
         graph = tf.function(lambda data: inner(data), autograph=False).get_concrete_function(data).graph
-        definition = graph.as_graph_def()
-        handles = _handles_as_variables(definition, graph)
-        _batch_from_iterator(definition, graph)
-        variables = variables_of(model, workload, handles)
-    results = [tensor.name for tensor in graph.outputs]
-    fetched = [*results, *(op.name for op in graph.control_outputs)]
-    optimized = _as_tensorflow_runs_it(definition, fetched, workload.target)
-    return StepGraph(_nodes(optimized), variables, frozenset(name.split(":")[0] for name in results), scopes)
+        found = function_graph(graph, graph.outputs, workload.target)
+        variables = variables_of(model, workload, found.handles)
+    return dataclasses.replace(found, variables=variables, scopes=scopes)
+
+
+def function_graph(graph: Any, results: Sequence[Any], target: Target) -> StepGraph:
+    """The graph of a function as TensorFlow would run it; what is among the results is kept to the end."""
+    definition = graph.as_graph_def()
+    handles = _handles_as_variables(definition, graph)
+    _batch_from_iterator(definition, graph)
+    kept = [tensor.name for tensor in results]
+    optimized = _as_tensorflow_runs_it(definition, [*kept, *(op.name for op in graph.control_outputs)], target)
+    return StepGraph(_nodes(optimized), [], frozenset(name.split(":")[0] for name in kept), {}, handles)
 
 
 def _tensor_spec(spec: Any) -> Any:
@@ -190,8 +199,9 @@ def variables_of(model: Any, workload: Workload, handles: dict[int, str]) -> lis
                 weights = [name for name in by_name if variable.name.startswith(f"{name}_")]
                 layer = by_name[max(weights, key=len)] if weights else ""
             handle = id(variable.value.handle)
-            size = tensor_bytes(tuple(variable.shape), variable.dtype)
-            found.setdefault(handle, Variable(size, category, layer, handles.get(handle, "")))
+            shape = tuple(variable.shape)
+            size = tensor_bytes(shape, variable.dtype)
+            found.setdefault(handle, Variable(shape, size, category, layer, handles.get(handle, "")))
     return list(found.values())
 
 

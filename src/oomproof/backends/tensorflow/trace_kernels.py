@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 
+from oomproof.backends.tensorflow.trace_convolutions import CONVOLUTIONS, convolution_scratch
 from oomproof.backends.tensorflow.trace_graph import Node, TensorType
 
 
@@ -35,7 +36,7 @@ _UNCHANGED_IF_WHOLE = ops("Slice StridedSlice Pad Tile BroadcastTo ConcatV2") | 
 # What these say is read by the host, which keeps it wherever the rest is.
 _ON_HOST = ops("Shape ShapeN Size Rank BroadcastGradientArgs BroadcastArgs VariableShape TensorListLength")
 _CONVOLUTION_GRADIENTS = frozenset(("Conv2DBackpropFilter", "Conv2DBackpropInput"))
-_GRADIENTS_IN_3D = frozenset(("Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"))
+_POOLING_IN_3D = ops("MaxPool3D MaxPool3DGrad AvgPool3D AvgPool3DGrad")
 # Constants of TensorFlow's convolution kernels for CPUs.
 _WORKING_SET = 30 * 2**20
 _PER_THREAD = 256 * 2**10
@@ -93,7 +94,12 @@ def _scratch(node: Node, inputs: Sequence[TensorType], outputs: Sequence[TensorT
         return _reduction_scratch(node, inputs)
     if node.op == "Einsum":
         return _einsum_scratch(node, inputs, outputs)
-    return _cudnn_workspace(node, inputs, outputs) if gpu else ()
+    if gpu and node.op in CONVOLUTIONS:
+        return convolution_scratch(node, inputs, outputs)
+    if gpu and node.op in _POOLING_IN_3D and node.attributes["data_format"].s.endswith(b"C"):
+        # cuDNN pools in three dimensions with the channels first: everything is copied there, or back.
+        return [kind.size for kind in (*inputs, *outputs)]
+    return ()
 
 
 def _reduction_scratch(node: Node, inputs: Sequence[TensorType]) -> Sequence[int]:
@@ -155,20 +161,3 @@ def _columns_scratch(node: Node, inputs: Sequence[TensorType], outputs: Sequence
     if not to_filter and (gradient[0] == 1 or work / threads >= _PER_THREAD / item):
         together = 1
     return (together * columns * item,)
-
-
-def _cudnn_workspace(node: Node, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> Sequence[int]:
-    """Which algorithm cuDNN chooses, and so what it needs, is only known on the card; this is what is usual.
-
-    Algorithms that win for kernels of at least 3×3 keep transformed copies of what they read and write. In three
-    dimensions gradients do, for which cuDNN wants the channels last.
-    """
-    if node.op == "Conv2D":
-        kernel = inputs[1].shape
-    elif node.op in _CONVOLUTION_GRADIENTS or node.op in _GRADIENTS_IN_3D:
-        kernel = (outputs[0] if "Filter" in node.op else inputs[1]).shape
-    else:
-        return ()
-    if kernel is None or math.prod(kernel[:-2]) == 1:
-        return ()
-    return (sum(kind.size for kind in (*inputs, *outputs)),)

@@ -21,6 +21,7 @@ class Block:
         last_user: The last node that used it.
         variable: The variable whose value it is.
         fixed: Whether it is as large for a part of the batch.
+        first: Of a variable's: when it is allocated in the very first step, if it is not there before.
     """
 
     size: int
@@ -31,6 +32,7 @@ class Block:
     last_user: Node | None = None
     variable: Variable | None = None
     fixed: bool = False
+    first: int = -1
 
     def __post_init__(self) -> None:
         if self.start < 0:
