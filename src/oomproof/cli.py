@@ -126,7 +126,7 @@ def estimate(
     """
     sizes = [_whole_number(text) for text in batch_size.split(",")]
     options: dict[str, Any] = {"gpu": gpu, "memory": memory, "engine": engine, "phase": phase, "jit": jit}
-    options["micro_batch_size"] = micro_batch_size
+    options |= {"precision": precision, "micro_batch_size": micro_batch_size}
     loaded, shape, notes = _loaded(model, backend, input_shape, classes, optimizer, precision)
 
     import oomproof
@@ -161,6 +161,7 @@ def max_batch_size(
     Exit code: 3 if not even one sample fits, 2 for bad input.
     """
     options: dict[str, Any] = {"gpu": gpu, "memory": memory, "engine": engine, "phase": phase, "jit": jit}
+    options["precision"] = precision
     loaded, shape, _ = _loaded(model, backend, input_shape, classes, optimizer, precision)
 
     import oomproof

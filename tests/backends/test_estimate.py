@@ -217,6 +217,36 @@ def test_mixed_precision_takes_less_and_is_taken_back():
 
 def several_inputs():
     keras.utils.clear_session(free_memory=False)
+def test_precision_is_that_of_the_layers_also_after_loading(tmp_path):
+    """Keras saves the policy of each layer, and not the one of the model."""
+
+    def build():
+        model = keras.Sequential([keras.Input((32, 32, 3)), layers.Conv2D(16, 3), layers.Conv2D(16, 3)])
+        model.compile("sgd", "mse")
+        return model
+
+    def peak(model, precision=None):
+        return oomproof.estimate(model, 64, precision=precision, engine="trace").expected
+
+    full = build()
+    full.save(tmp_path / "full.keras")
+    usual = keras.config.dtype_policy()
+    try:
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        mixed = build()
+        mixed.save(tmp_path / "mixed.keras")
+        loaded_full = keras.models.load_model(tmp_path / "full.keras")
+    finally:
+        keras.config.set_dtype_policy(usual)
+    loaded_mixed = keras.models.load_model(tmp_path / "mixed.keras")
+    assert peak(mixed) < 0.9 * peak(full)
+    assert oomproof.estimate(loaded_full, 64, engine="trace").precision == "float32"
+    assert peak(loaded_full, "mixed_bfloat16") == peak(mixed)
+    assert oomproof.estimate(loaded_mixed, 64, engine="trace").precision == "mixed_bfloat16"
+    assert peak(loaded_mixed, "float32") == peak(full)
+    assert {layer.compute_dtype for layer in loaded_mixed.layers} == {"bfloat16"}
+
+
     tokens = keras.Input((None,), dtype="int32", name="tokens")
     extra = keras.Input((4,), name="extra")
     hidden = layers.GlobalAveragePooling1D()(layers.Embedding(1000, 64, name="words")(tokens))
@@ -486,3 +516,36 @@ def test_the_largest_batch_on_the_command_line(call, tmp_path):
 def test_records_are_frozen(found):
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.low = 0
+def test_the_precision_of_a_file(call, tmp_path):
+    conv_net().save(tmp_path / "model.keras")
+    arguments = ("estimate", "model.keras", "--batch-size", "256", "--engine", "trace", "--json")
+    full, mixed = (
+        json.loads(call(*arguments, *more)[1])["expected"] for more in ((), ("--precision", "mixed_bfloat16"))
+    )
+    assert mixed < 0.8 * full
+
+
+def test_a_file_that_says_it_is_not_compiled(call, tmp_path):
+    conv_net(jit_compile=False).save(tmp_path / "model.keras")
+    _, out, _ = call("estimate", "model.keras", "--batch-size", "4", "--engine", "trace")
+    assert ("jit_compile=False" in out) == (BACKEND == "jax")
+    _, out, _ = call("estimate", "model.keras", "--batch-size", "4", "--engine", "trace", "--jit")
+    assert "jit_compile=False" not in out
+
+
+def test_no_traceback_for_a_model_that_fails(call, tmp_path):
+    (tmp_path / "my_failing.py").write_text(
+        textwrap.dedent("""
+        import keras
+
+        def build_model():
+            model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(4)], name="small")
+            model.compile("sgd", lambda y, p: keras.ops.matmul(y, keras.ops.ones((77, 5))))
+            return model
+        """)
+    )
+    code, _, err = call("estimate", "my_failing:build_model", "--batch-size", "4", "--engine", "trace")
+    assert code == 2
+    assert "A step of small was tried with x (4, 16) float32" in " ".join(err.split())
+
+
