@@ -96,6 +96,7 @@ def plan(
     Raises:
         CannotFitError: When nothing that is allowed fits. It says what comes closest.
         TypeError, ValueError: For arguments that make no sense, shapes that are open, a card that is not known.
+        UnsupportedModelError: For a model whose training cannot be taken over.
 
     Example:
         >>> p = oomproof.plan(model, 1024, gpu="rtx-3060")
@@ -104,6 +105,7 @@ def plan(
     check_batch_size(batch_size)
     check_model(model, "train")
     backend = current()
+    backend.check_model(model)
     levers = allowed(allow)
     # A budget by itself is as good as a card.
     card = card_of(gpu, memory) or (devices.of_memory(budget) if budget is not None and not _share(budget) else None)

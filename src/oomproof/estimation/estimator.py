@@ -16,6 +16,7 @@ from keras.src.trainers.trainer import model_supports_jit
 from oomproof import devices
 from oomproof.backends import current
 from oomproof.backends.base import Backend
+from oomproof.backends.common.model import check_is_model
 from oomproof.backends.common.precision import computed_in
 from oomproof.errors import CannotFitError
 from oomproof.estimation.allocator import Replay, replay
@@ -124,6 +125,8 @@ def _estimated(
             workload = dataclasses.replace(workload, recompute=tuple(recompute), guarded=as_guarded, later_piece=pieces)
         question = Question(backend, model, workload, card)
         name, module = engine_for(engine, question)
+            if as_guarded:
+                backend.check_model(model)
         answer: Answer = module.answer(question)
     mode = mode_of(backend, compiled, model)
     if pieces:
@@ -227,8 +230,7 @@ def max_batch_size(
 
 
 def check_model(model: Any, phase: str) -> None:
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"Expected a keras.Model. Received: model={model!r} (of type {type(model).__name__})")
+    check_is_model(model)
     if phase not in ("train", "test", "predict"):
         raise ValueError(f'Expected `phase` to be "train", "test" or "predict". Received: phase={phase!r}')
     if phase != "predict" and not model.compiled:
