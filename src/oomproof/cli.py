@@ -99,7 +99,7 @@ Shapes = Annotated[
     ),
 ]
 Classes = Annotated[int | None, typer.Option(min=1, help="Classes, for keras.applications.")]
-Optimizer = Annotated[str, typer.Option(help="For a model that is not compiled.")]
+Optimizer = Annotated[str | None, typer.Option(help="For a model that is not compiled; default: adam.")]
 BackendName = Annotated[str | None, typer.Option(help="tensorflow, jax or torch; default: as Keras is set up.")]
 
 
@@ -116,7 +116,7 @@ def estimate(
     jit: Jit = None,
     input_shape: Shapes = None,
     classes: Classes = None,
-    optimizer: Optimizer = "adam",
+    optimizer: Optimizer = None,
     backend: BackendName = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -153,7 +153,7 @@ def max_batch_size(
     jit: Jit = None,
     input_shape: Shapes = None,
     classes: Classes = None,
-    optimizer: Optimizer = "adam",
+    optimizer: Optimizer = None,
     backend: BackendName = None,
 ) -> None:
     """Print the largest batch that fits on a card.
@@ -185,7 +185,7 @@ def plan(
     ] = "default",
     input_shape: Shapes = None,
     classes: Classes = None,
-    optimizer: Optimizer = "adam",
+    optimizer: Optimizer = None,
     backend: BackendName = None,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Look up and remember plans on disk.")] = True,
     clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Forget every plan and leave.")] = False,
@@ -331,7 +331,7 @@ def _loaded(
     backend: str | None,
     shapes: list[str] | None,
     classes: int | None,
-    optimizer: str,
+    optimizer: str | None,
     precision: str | None,
 ) -> tuple[Any, Any, tuple[str, ...]]:
     """The model, the shapes that were given, and what had to be assumed."""

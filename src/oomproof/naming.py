@@ -19,6 +19,8 @@ def called(source: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
+    if not module_name or not function_name:
+        raise ValueError(f"Expected a function as module:function, such as train:build_model. Received: {source!r}")
     except ModuleNotFoundError as error:
         if error.name == module_name.split(".")[0]:
             raise ValueError(f"There is no module {module_name!r} here or among what is installed.") from error

@@ -294,7 +294,9 @@ def test_a_model_that_is_not_built():
         ({"batch_size": True}, TypeError, "batch_size=True"),
         ({"gpu": "rtx-4009"}, ValueError, "rtx-4090"),
         ({"gpu": "t4", "memory": "1GiB"}, ValueError, "not both"),
-        ({"memory": "lots"}, ValueError, "24GiB|8GiB"),
+        ({"memory": "lots"}, ValueError, "24GiB.*memory='lots'"),
+        ({"memory": "90%"}, ValueError, "24GiB.*memory='90%'"),
+        ({"memory": "24"}, ValueError, "24GiB.*memory='24', which is 24 B"),
         ({"engine": "guess"}, ValueError, 'one of "auto", "compile", "trace"'),
         ({"phase": "dream"}, ValueError, "phase='dream'"),
         ({"precision": "float7"}, ValueError, "precision='float7'"),
@@ -496,7 +498,11 @@ def test_bad_input_on_the_command_line(call, tmp_path):
         (("model.keras", "--input-shape", "a,b"), "Expected a shape"),
         (("model.keras", "--precision", "float7"), "dtype policy"),
         (("model.keras", "--backend", "numpy"), "Expected a backend"),
-        (("model.keras", "--memory", "much"), "Units"),
+        (("model.keras", "--memory", "much"), "memory='much'"),
+        (("model.keras", "--optimizer", "sgd"), "compiled, with Adam"),
+        (("model.keras", "--classes", "10"), "--classes only for"),
+        ((".",), "which is a folder"),
+        (("my_training:",), "module:function"),
     ]:
         code, _, err = call("estimate", *arguments, "--batch-size", "4")
         assert (code, message in " ".join(err.split())) == (2, True), (arguments, err)

@@ -29,6 +29,9 @@ from oomproof.tracing import Buffer, Target, Trace, Workload
 from oomproof.units import format_bytes, tensor_bytes
 
 _POINTS = 500
+_LEAST_CARD = 2**20
+# A model has stand-ins in it while it is traced, and some of what is put in place holds for the whole process.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def estimate(
@@ -244,8 +247,20 @@ def card_of(gpu: str | None, memory: int | str | None) -> devices.Gpu | None:
     if gpu is not None and memory is not None:
         raise ValueError(f"Expected `gpu` or `memory`, not both. Received: gpu={gpu!r}, memory={memory!r}")
     if memory is not None:
-        return devices.of_memory(memory)
+        return _card_with(memory)
     return devices.find(gpu) if gpu is not None else devices.local()
+
+
+def _card_with(memory: int | str) -> devices.Gpu:
+    wrong = f'Expected `memory` to be the memory of a card, such as "24GiB". Received: memory={memory!r}'
+    try:
+        card = devices.of_memory(memory)
+    except ValueError as error:
+        raise ValueError(wrong) from error
+    if card.memory < _LEAST_CARD:
+        # "24" is 24 bytes, and hardly meant.
+        raise ValueError(f"{wrong}, which is {format_bytes(card.memory)}")
+    return card
 
 
 def is_compiled(model: Any, backend: Backend) -> bool:
