@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from oomproof import devices
+from oomproof import devices, naming
 from oomproof._version import __version__
 from oomproof.errors import CannotFitError, OomproofError, RecoveryFailedError
 from oomproof.units import format_bytes, parse_budget
@@ -306,7 +306,6 @@ def data_audit(
     if ":" not in source:
         raise ValueError(f"Expected a function as module:function, such as train:make_dataset. Received: {source!r}")
     _prepare(backend)
-    from oomproof import naming
     from oomproof.data.auditing import audit
 
     # As a function, since what it has just made may be taken from.
@@ -385,6 +384,8 @@ def main() -> None:
     try:
         app()
     except (OomproofError, ValueError, TypeError, OSError) as error:
-        Console(stderr=True, soft_wrap=True).print(f"oomproof: {error}", style="red", markup=False, highlight=False)
+        # Ours comes last; JAX has one of its own about tracebacks.
+        text = "\n".join([f"oomproof: {naming.said(error)}", *getattr(error, "__notes__", ())[-1:]])
+        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
         code = 3 if isinstance(error, CannotFitError) else 1 if isinstance(error, RecoveryFailedError) else 2
         raise SystemExit(code) from None
