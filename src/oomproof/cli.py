@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from oomproof import devices
+from oomproof import devices, naming
 from oomproof._version import __version__
 from oomproof.errors import CannotFitError, OomproofError, RecoveryFailedError
 from oomproof.units import format_bytes, parse_budget
@@ -99,7 +99,7 @@ Shapes = Annotated[
     ),
 ]
 Classes = Annotated[int | None, typer.Option(min=1, help="Classes, for keras.applications.")]
-Optimizer = Annotated[str, typer.Option(help="For a model that is not compiled.")]
+Optimizer = Annotated[str | None, typer.Option(help="For a model that is not compiled; default: adam.")]
 BackendName = Annotated[str | None, typer.Option(help="tensorflow, jax or torch; default: as Keras is set up.")]
 
 
@@ -116,7 +116,7 @@ def estimate(
     jit: Jit = None,
     input_shape: Shapes = None,
     classes: Classes = None,
-    optimizer: Optimizer = "adam",
+    optimizer: Optimizer = None,
     backend: BackendName = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -126,7 +126,7 @@ def estimate(
     """
     sizes = [_whole_number(text) for text in batch_size.split(",")]
     options: dict[str, Any] = {"gpu": gpu, "memory": memory, "engine": engine, "phase": phase, "jit": jit}
-    options["micro_batch_size"] = micro_batch_size
+    options |= {"precision": precision, "micro_batch_size": micro_batch_size}
     loaded, shape, notes = _loaded(model, backend, input_shape, classes, optimizer, precision)
 
     import oomproof
@@ -153,7 +153,7 @@ def max_batch_size(
     jit: Jit = None,
     input_shape: Shapes = None,
     classes: Classes = None,
-    optimizer: Optimizer = "adam",
+    optimizer: Optimizer = None,
     backend: BackendName = None,
 ) -> None:
     """Print the largest batch that fits on a card.
@@ -161,6 +161,7 @@ def max_batch_size(
     Exit code: 3 if not even one sample fits, 2 for bad input.
     """
     options: dict[str, Any] = {"gpu": gpu, "memory": memory, "engine": engine, "phase": phase, "jit": jit}
+    options["precision"] = precision
     loaded, shape, _ = _loaded(model, backend, input_shape, classes, optimizer, precision)
 
     import oomproof
@@ -184,7 +185,7 @@ def plan(
     ] = "default",
     input_shape: Shapes = None,
     classes: Classes = None,
-    optimizer: Optimizer = "adam",
+    optimizer: Optimizer = None,
     backend: BackendName = None,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Look up and remember plans on disk.")] = True,
     clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Forget every plan and leave.")] = False,
@@ -305,7 +306,6 @@ def data_audit(
     if ":" not in source:
         raise ValueError(f"Expected a function as module:function, such as train:make_dataset. Received: {source!r}")
     _prepare(backend)
-    from oomproof import naming
     from oomproof.data.auditing import audit
 
     # As a function, since what it has just made may be taken from.
@@ -330,7 +330,7 @@ def _loaded(
     backend: str | None,
     shapes: list[str] | None,
     classes: int | None,
-    optimizer: str,
+    optimizer: str | None,
     precision: str | None,
 ) -> tuple[Any, Any, tuple[str, ...]]:
     """The model, the shapes that were given, and what had to be assumed."""
@@ -384,6 +384,8 @@ def main() -> None:
     try:
         app()
     except (OomproofError, ValueError, TypeError, OSError) as error:
-        Console(stderr=True, soft_wrap=True).print(f"oomproof: {error}", style="red", markup=False, highlight=False)
+        # Ours comes last; JAX has one of its own about tracebacks.
+        text = "\n".join([f"oomproof: {naming.said(error)}", *getattr(error, "__notes__", ())[-1:]])
+        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
         code = 3 if isinstance(error, CannotFitError) else 1 if isinstance(error, RecoveryFailedError) else 2
         raise SystemExit(code) from None

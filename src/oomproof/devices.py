@@ -132,7 +132,7 @@ def of_memory(size: int | str) -> Gpu:
     """A card of which nothing but its memory is known."""
     memory = parse_budget(size, device_bytes=None)
     assert memory is not None
-    return Gpu(format_bytes(memory), memory, (8, 0))
+    return Gpu("a card", memory, (8, 0))
 
 
 @functools.cache

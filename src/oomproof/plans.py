@@ -17,7 +17,7 @@ from oomproof.backends import current
 from oomproof.backends.base import Backend, DeviceMemory
 from oomproof.backends.common.calls import graphs
 from oomproof.backends.common.model import statistics_caveat, unpack
-from oomproof.backends.common.precision import computed_in
+from oomproof.backends.common.precision import computed_in, policy_of
 from oomproof.errors import CannotFitError
 from oomproof.estimation.allocator import replay
 from oomproof.estimation.bands import band_of
@@ -96,6 +96,7 @@ def plan(
     Raises:
         CannotFitError: When nothing that is allowed fits. It says what comes closest.
         TypeError, ValueError: For arguments that make no sense, shapes that are open, a card that is not known.
+        UnsupportedModelError: For a model whose training cannot be taken over.
 
     Example:
         >>> p = oomproof.plan(model, 1024, gpu="rtx-3060")
@@ -104,6 +105,7 @@ def plan(
     check_batch_size(batch_size)
     check_model(model, "train")
     backend = current()
+    backend.check_model(model)
     levers = allowed(allow)
     # A budget by itself is as good as a card.
     card = card_of(gpu, memory) or (devices.of_memory(budget) if budget is not None and not _share(budget) else None)
@@ -344,8 +346,7 @@ class Planner:
         yield self._way(workload, own=True)
         capability = workload.target.capability
         mixed = "mixed_bfloat16" if capability >= (8, 0) else "mixed_float16"
-        usual = self._model.dtype_policy.name
-        if "mixed_precision" in self._levers and usual == "float32":
+        if "mixed_precision" in self._levers and policy_of(self._model).name == "float32":
             yield self._way(workload, precision=mixed, speed=_SPEED_OF_MIXED_PRECISION)
         if "xla" in self._levers and self._backend.name == "tensorflow" and not workload.jit:
             compiled = dataclasses.replace(workload, jit=True)

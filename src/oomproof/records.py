@@ -395,9 +395,12 @@ class Estimate:
             f"{format_bytes(self.high)}{sure}",
         ]
         if self.limit is not None:
-            lines.append(f"  limit   {format_bytes(self.limit):>9}  {self._verdict()}")
+            lines.append(f"  limit   {format_bytes(self.limit):>9}  usable on {self.gpu}")
         if self.driver is not None:
-            lines.append(f"  driver  {format_bytes(self.driver):>9}  what nvidia-smi will show")
+            shown = f"what nvidia-smi {'would' if self.fits is False else 'will'} show, CUDA's context included"
+            lines.append(f"  driver  {format_bytes(self.driver):>9}  {shown}")
+        if self.limit is not None:
+            lines += self._verdict()
         lines.append(f"  most in the {self.peak_at}; engine {self.engine}, {self.seconds:.1f} s")
         layers = [(path or "(no layer)", size) for path, size in self.by_layer[:10]]
         others = sum(size for _, size in self.by_layer[10:])
@@ -406,13 +409,15 @@ class Estimate:
         lines += ["  by layer", *_sizes(layers, self.expected)]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
-    def _verdict(self) -> str:
+    def _verdict(self) -> list[str]:
         assert self.limit is not None
         if self.fits:
-            return f"usable on {self.gpu}: fits, {format_bytes(self.limit - self.high)} to spare"
+            return [f"  fits, {format_bytes(self.limit - self.high)} to spare"]
+        plan = "oomproof plan, or " if self.phase == "train" else ""
+        what_to_do = f"  try {plan}oomproof max-batch-size for a batch that fits"
         if self.low > self.limit:
-            return f"usable on {self.gpu}: does not fit, {format_bytes(self.low - self.limit)} too much"
-        return f"usable on {self.gpu}: may not fit, up to {format_bytes(self.high - self.limit)} too much"
+            return [f"  does not fit, at least {format_bytes(self.low - self.limit)} too much", what_to_do]
+        return [f"  may not fit, up to {format_bytes(self.high - self.limit)} too much", what_to_do]
 
 
 def _alternatives(rows: tuple[Alternative, ...]) -> list[str]:
@@ -436,7 +441,12 @@ def _alternatives(rows: tuple[Alternative, ...]) -> list[str]:
     ]
 
 
+_NAME = 59
+
+
 def _sizes(rows: list[tuple[str, int]], whole: int) -> list[str]:
+    # The end of a path says most, and lines stay within 80 columns.
+    rows = [(name if len(name) <= _NAME else "…" + name[1 - _NAME :], size) for name, size in rows]
     width = max((len(name) for name, _ in rows), default=0)
     return [
         f"    {name:<{width}}  {format_bytes(size):>9}  {size / max(1, whole):>4.0%}" for name, size in rows if size

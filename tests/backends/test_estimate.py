@@ -1,5 +1,6 @@
 """`estimate` and `max_batch_size` on each backend: what the figures mean, that they follow what is run, bad input."""
 
+import concurrent.futures
 import dataclasses
 import json
 import sys
@@ -17,8 +18,9 @@ from oomproof import backends, cli, devices
 from oomproof.estimation import estimator
 from oomproof.estimation.bands import band_of
 from oomproof.estimation.engines import Answer
+from oomproof.estimation.workloads import describe
 from oomproof.records import Device
-from oomproof.tracing import Compiled
+from oomproof.tracing import Compiled, Target
 
 MIB = 2**20
 FIELDS = ("engine", "low", "expected", "high", "limit", "fits", "driver", "by_category", "by_layer", "seconds")
@@ -215,6 +217,36 @@ def test_mixed_precision_takes_less_and_is_taken_back():
     assert {layer.compute_dtype for layer in model.layers} == {"float32"}
 
 
+def test_precision_is_that_of_the_layers_also_after_loading(tmp_path):
+    """Keras saves the policy of each layer, and not the one of the model."""
+
+    def build():
+        model = keras.Sequential([keras.Input((32, 32, 3)), layers.Conv2D(16, 3), layers.Conv2D(16, 3)])
+        model.compile("sgd", "mse")
+        return model
+
+    def peak(model, precision=None):
+        return oomproof.estimate(model, 64, precision=precision, engine="trace").expected
+
+    full = build()
+    full.save(tmp_path / "full.keras")
+    usual = keras.config.dtype_policy()
+    try:
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        mixed = build()
+        mixed.save(tmp_path / "mixed.keras")
+        loaded_full = keras.models.load_model(tmp_path / "full.keras")
+    finally:
+        keras.config.set_dtype_policy(usual)
+    loaded_mixed = keras.models.load_model(tmp_path / "mixed.keras")
+    assert peak(mixed) < 0.9 * peak(full)
+    assert oomproof.estimate(loaded_full, 64, engine="trace").precision == "float32"
+    assert peak(loaded_full, "mixed_bfloat16") == peak(mixed)
+    assert oomproof.estimate(loaded_mixed, 64, engine="trace").precision == "mixed_bfloat16"
+    assert peak(loaded_mixed, "float32") == peak(full)
+    assert {layer.compute_dtype for layer in loaded_mixed.layers} == {"bfloat16"}
+
+
 def several_inputs():
     keras.utils.clear_session(free_memory=False)
     tokens = keras.Input((None,), dtype="int32", name="tokens")
@@ -235,8 +267,117 @@ def test_sequence_lengths():
         for length in (64, 512)
     )
     assert long > 4 * short
-    with pytest.raises(ValueError, match=r"'tokens'.*dimension 0 can be anything.*--input-shape"):
+    assert oomproof.estimate(model, 2048, input_shape={"tokens": 64}, engine="trace").expected == short
+    # What it tells to do is what works.
+    with pytest.raises(ValueError, match=r"'tokens'.*dimension 0 can be anything.*--input-shape tokens=512"):
         oomproof.estimate(model, 256)
+    with pytest.raises(ValueError, match=r"2 inputs.*Name those you mean.*--input-shape \w+="):
+        oomproof.estimate(model, 256, input_shape=(64,))
+
+
+# What a step is given
+
+
+def with_outputs(*names):
+    keras.utils.clear_session(free_memory=False)
+    x = keras.Input((8,))
+    heads = {
+        "kind": layers.Dense(5, activation="softmax", name="kind")(x),
+        "box": layers.Dense(4, name="box")(x),
+    }
+    model = keras.Model(x, {name: heads[name] for name in names})
+    model.compile("sgd", {"kind": "sparse_categorical_crossentropy", "box": "mse"}, metrics={"box": ["mae"]})
+    return model
+
+
+def test_losses_by_name_whatever_the_order_of_the_outputs():
+    one, other = (
+        oomproof.estimate(with_outputs(*names), 64, engine="trace") for names in (("kind", "box"), ("box", "kind"))
+    )
+    assert one.expected == other.expected
+
+
+def classes(y, p):
+    return keras.losses.sparse_categorical_crossentropy(y, p)
+
+
+class OwnLoss(keras.Model):
+    takes: str = "values"
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        if self.takes == "classes":
+            return keras.ops.mean(classes(y, y_pred))
+        return keras.ops.mean(keras.ops.square((x if self.takes == "nothing" else y) - y_pred))
+
+
+@pytest.mark.parametrize("loss", ["function", "named", "nothing", "values", "classes"])
+def test_targets_are_what_the_loss_takes(loss):
+    keras.utils.clear_session(free_memory=False)
+    x = keras.Input((512,))
+    y = layers.Dense(512, activation="softmax")(x)
+    functions = {"function": classes, "named": keras.losses.SparseCategoricalCrossentropy(name="loss")}
+    if loss in functions:
+        model = keras.Model(x, y)
+        model.compile("sgd", functions[loss])
+    else:
+        model = OwnLoss(x, y)
+        model.takes = loss
+        model.compile("sgd")
+    described = describe(model, 4, "train", False, Target())
+    shapes = {"nothing": None, "values": (4, 512)}
+    assert getattr(described.y, "shape", None) == shapes.get(loss, (4,))
+    assert oomproof.estimate(model, 4, engine="trace").expected > weights_of(model)
+
+
+def test_a_step_that_fails_says_what_it_was_given():
+    keras.utils.clear_session(free_memory=False)
+    model = keras.Sequential([keras.Input((16,)), layers.Dense(3)], name="small")
+    model.compile("sgd", lambda y, p: keras.ops.matmul(y, keras.ops.ones((77, 5))))
+    with pytest.raises((ValueError, TypeError, oomproof.UnsupportedModelError)) as raised:
+        oomproof.estimate(model, 8, engine="trace")
+    said = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "A step of small was tried with x (8, 16) float32, y (8, 3) float32." in said
+
+
+class OwnStep(keras.Model):
+    """Its step is Keras's."""
+
+    def train_step(self, *given):
+        return super().train_step(*given)
+
+
+def test_own_steps_are_estimated_as_they_are_and_not_in_pieces():
+    def build(kind):
+        keras.utils.clear_session(free_memory=False)
+        x = keras.Input((512,))
+        model = kind(x, layers.Dense(512, name="wide")(x))
+        model.compile("adam", "mse")
+        return model
+
+    plain, own = (oomproof.estimate(build(kind), 8, engine="trace") for kind in (keras.Model, OwnStep))
+    assert own.expected == plain.expected
+    assert oomproof.estimate(build(OwnStep), 8, phase="predict", engine="trace").expected < own.expected
+    with pytest.raises(oomproof.UnsupportedModelError, match="train_step"):
+        oomproof.estimate(build(OwnStep), 8, micro_batch_size=4, engine="trace")
+    with pytest.raises(oomproof.UnsupportedModelError, match="train_step"):
+        oomproof.plan(build(OwnStep), 8, budget="1GiB")
+
+
+def test_convolutions_are_spoken_of_where_there_are_some(found):
+    said = [any("convolutions" in note for note in each.notes) for each in (found, estimate_of_wide_net())]
+    assert said == [BACKEND != "torch", False]
+
+
+def estimate_of_wide_net():
+    return oomproof.estimate(wide_net("sgd"), 8, engine="trace")
+
+
+def test_several_threads_at_a_time():
+    model = conv_net()
+    alone = oomproof.estimate(model, 8, engine="trace").expected
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(lambda _: oomproof.estimate(model, 8, engine="trace").expected, range(3)))
+    assert together == [alone] * 3
 
 
 class Own(keras.Model):
@@ -264,7 +405,9 @@ def test_a_model_that_is_not_built():
         ({"batch_size": True}, TypeError, "batch_size=True"),
         ({"gpu": "rtx-4009"}, ValueError, "rtx-4090"),
         ({"gpu": "t4", "memory": "1GiB"}, ValueError, "not both"),
-        ({"memory": "lots"}, ValueError, "24GiB|8GiB"),
+        ({"memory": "lots"}, ValueError, "24GiB.*memory='lots'"),
+        ({"memory": "90%"}, ValueError, "24GiB.*memory='90%'"),
+        ({"memory": "24"}, ValueError, "24GiB.*memory='24', which is 24 B"),
         ({"engine": "guess"}, ValueError, 'one of "auto", "compile", "trace"'),
         ({"phase": "dream"}, ValueError, "phase='dream'"),
         ({"precision": "float7"}, ValueError, "precision='float7'"),
@@ -408,6 +551,39 @@ def test_a_file(call, tmp_path):
     assert call("estimate", "model.keras", "--batch-size", "4096", "--memory", "600MiB", "--engine", "trace")[0] == 3
 
 
+def test_the_precision_of_a_file(call, tmp_path):
+    conv_net().save(tmp_path / "model.keras")
+    arguments = ("estimate", "model.keras", "--batch-size", "256", "--engine", "trace", "--json")
+    full, mixed = (
+        json.loads(call(*arguments, *more)[1])["expected"] for more in ((), ("--precision", "mixed_bfloat16"))
+    )
+    assert mixed < 0.8 * full
+
+
+def test_a_file_that_says_it_is_not_compiled(call, tmp_path):
+    conv_net(jit_compile=False).save(tmp_path / "model.keras")
+    _, out, _ = call("estimate", "model.keras", "--batch-size", "4", "--engine", "trace")
+    assert ("jit_compile=False" in out) == (BACKEND == "jax")
+    _, out, _ = call("estimate", "model.keras", "--batch-size", "4", "--engine", "trace", "--jit")
+    assert "jit_compile=False" not in out
+
+
+def test_no_traceback_for_a_model_that_fails(call, tmp_path):
+    (tmp_path / "my_failing.py").write_text(
+        textwrap.dedent("""
+        import keras
+
+        def build_model():
+            model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(4)], name="small")
+            model.compile("sgd", lambda y, p: keras.ops.matmul(y, keras.ops.ones((77, 5))))
+            return model
+        """)
+    )
+    code, _, err = call("estimate", "my_failing:build_model", "--batch-size", "4", "--engine", "trace")
+    assert code == 2
+    assert "A step of small was tried with x (4, 16) float32" in " ".join(err.split())
+
+
 def test_a_function_and_several_sizes(call, tmp_path):
     (tmp_path / "my_training.py").write_text(
         textwrap.dedent("""
@@ -466,7 +642,11 @@ def test_bad_input_on_the_command_line(call, tmp_path):
         (("model.keras", "--input-shape", "a,b"), "Expected a shape"),
         (("model.keras", "--precision", "float7"), "dtype policy"),
         (("model.keras", "--backend", "numpy"), "Expected a backend"),
-        (("model.keras", "--memory", "much"), "Units"),
+        (("model.keras", "--memory", "much"), "memory='much'"),
+        (("model.keras", "--optimizer", "sgd"), "compiled, with Adam"),
+        (("model.keras", "--classes", "10"), "--classes only for"),
+        ((".",), "which is a folder"),
+        (("my_training:",), "module:function"),
     ]:
         code, _, err = call("estimate", *arguments, "--batch-size", "4")
         assert (code, message in " ".join(err.split())) == (2, True), (arguments, err)

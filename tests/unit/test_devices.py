@@ -71,7 +71,7 @@ def test_what_nvidia_smi_shows():
 
 def test_a_card_by_its_memory():
     assert devices.of_memory("24GiB").memory == 24 * 2**30
-    assert devices.of_memory(2**30).name == "1.0 GiB"
+    assert str(devices.of_memory(2**30)) == "a card (1.0 GiB)"
     with pytest.raises(ValueError, match="Units"):
         devices.of_memory("24 bananas")
     with pytest.raises(ValueError, match="positive"):

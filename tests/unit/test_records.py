@@ -93,8 +93,10 @@ MAY_NOT_FIT = dataclasses.replace(
 )
 DOES_NOT_FIT = dataclasses.replace(MAY_NOT_FIT, limit=GIB, phase="predict", notes=())
 NO_CARD = dataclasses.replace(DOES_NOT_FIT, gpu=None, limit=None, driver=None, phase="test")
+LONG_NAMES = dataclasses.replace(NO_CARD, by_layer=(("encoder/" * 9 + "attention/query", GIB), ("head", GIB)))
 PRINTED = {
     "estimate_fits": FITS,
+    "estimate_long_names": LONG_NAMES,
     "estimate_may_not_fit": MAY_NOT_FIT,
     "estimate_does_not_fit": DOES_NOT_FIT,
     "estimate_no_card": NO_CARD,

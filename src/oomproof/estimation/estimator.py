@@ -6,28 +6,32 @@ import collections
 import dataclasses
 import functools
 import itertools
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 from keras.src.trainers.trainer import model_supports_jit
 
-from oomproof import devices
+from oomproof import devices, naming
 from oomproof.backends import current
 from oomproof.backends.base import Backend
+from oomproof.backends.common.model import check_is_model
 from oomproof.backends.common.precision import computed_in
-from oomproof.errors import CannotFitError
+from oomproof.errors import CannotFitError, OomproofError, UnsupportedModelError
 from oomproof.estimation.allocator import Replay, replay
 from oomproof.estimation.bands import band_of
 from oomproof.estimation.engines import Answer, Question, engine_for
 from oomproof.estimation.search import largest
-from oomproof.estimation.workloads import InputShape, batch_bytes, check_batch_size, describe, with_next_batch
+from oomproof.estimation.workloads import InputShape, batch_bytes, check_batch_size, describe, in_words, with_next_batch
 from oomproof.records import Estimate, Phase
 from oomproof.tracing import Buffer, Target, Trace, Workload
 from oomproof.units import format_bytes, tensor_bytes
 
 _POINTS = 500
+_LEAST_CARD = 2**20
+# A model has stand-ins in it while it is traced, and some of what is put in place holds for the whole process.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def estimate(
@@ -115,16 +119,18 @@ def _estimated(
     pieces = micro_batch_size is not None and micro_batch_size < batch_size
     size = min(batch_size, micro_batch_size or batch_size)
     target = Target(True, card.capability) if card is not None else Target()
-    with computed_in(model, precision) as policy:
+    with _ONE_AT_A_TIME, computed_in(model, precision) as policy:
         compiled = is_compiled(model, backend) if jit is None else jit
         workload = describe(model, size, phase, compiled, target, input_shape)
         if phase == "train":
             # Pieces and recomputation are what `guard` runs.
             as_guarded = pieces or bool(recompute)
+            if as_guarded:
+                backend.check_model(model)
             workload = dataclasses.replace(workload, recompute=tuple(recompute), guarded=as_guarded, later_piece=pieces)
         question = Question(backend, model, workload, card)
         name, module = engine_for(engine, question)
-        answer: Answer = module.answer(question)
+        answer = _answer(module, question)
     mode = mode_of(backend, compiled, model)
     if pieces:
         answer = _in_pieces(answer, model, workload, batch_size, backend)
@@ -162,7 +168,7 @@ def _estimated(
         peak_at=_moment(answer.trace, replayed),
         timeline=_thinned(replayed.timeline),
         seconds=time.perf_counter() - began,
-        notes=answer.notes,
+        notes=answer.notes if jit is not None else (*_jit_turned_off(model, backend), *answer.notes),
     )
     return estimated, settled
 
@@ -227,8 +233,7 @@ def max_batch_size(
 
 
 def check_model(model: Any, phase: str) -> None:
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"Expected a keras.Model. Received: model={model!r} (of type {type(model).__name__})")
+    check_is_model(model)
     if phase not in ("train", "test", "predict"):
         raise ValueError(f'Expected `phase` to be "train", "test" or "predict". Received: phase={phase!r}')
     if phase != "predict" and not model.compiled:
@@ -242,8 +247,20 @@ def card_of(gpu: str | None, memory: int | str | None) -> devices.Gpu | None:
     if gpu is not None and memory is not None:
         raise ValueError(f"Expected `gpu` or `memory`, not both. Received: gpu={gpu!r}, memory={memory!r}")
     if memory is not None:
-        return devices.of_memory(memory)
+        return _card_with(memory)
     return devices.find(gpu) if gpu is not None else devices.local()
+
+
+def _card_with(memory: int | str) -> devices.Gpu:
+    wrong = f'Expected `memory` to be the memory of a card, such as "24GiB". Received: memory={memory!r}'
+    try:
+        card = devices.of_memory(memory)
+    except ValueError as error:
+        raise ValueError(wrong) from error
+    if card.memory < _LEAST_CARD:
+        # "24" is 24 bytes, and hardly meant.
+        raise ValueError(f"{wrong}, which is {format_bytes(card.memory)}")
+    return card
 
 
 def is_compiled(model: Any, backend: Backend) -> bool:
@@ -255,10 +272,31 @@ def is_compiled(model: Any, backend: Backend) -> bool:
     return bool(model.jit_compile)
 
 
+def _jit_turned_off(model: Any, backend: Backend) -> tuple[str, ...]:
+    """Saved on TensorFlow without a GPU, a model says that nothing is to be compiled, which JAX takes at its word."""
+    if backend.name != "jax" or not model.compiled or model.jit_compile or model.run_eagerly:
+        return ()
+    return ("jit_compile=False, as in files from TensorFlow without a GPU: run op by op. --jit: as if compiled.",)
+
+
 def mode_of(backend: Backend, compiled: bool, model: Any) -> str:
     if compiled:
         return "compiled"
     return "graph" if backend.name == "tensorflow" and not model.run_eagerly else "eager"
+
+
+def _answer(module: Any, question: Question) -> Answer:
+    """What the engine answers. What goes wrong in a step of the user's comes with what the step was given."""
+    try:
+        return module.answer(question)  # type: ignore[no-any-return]
+    except (OomproofError, MemoryError):
+        raise
+    except Exception as error:
+        given = f"A step of {question.model.name} was tried with {in_words(question.workload)}."
+        if isinstance(error, ValueError | TypeError):
+            error.add_note(given)
+            raise
+        raise UnsupportedModelError(f"{given} It failed: {naming.described(error)}") from error
 
 
 def _in_pieces(answer: Answer, model: Any, workload: Any, batch_size: int, backend: Backend) -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import warnings
 import zipfile
 from typing import Any
 
@@ -19,7 +20,7 @@ def load(
     *,
     input_shape: tuple[int, ...] | None = None,
     classes: int | None = None,
-    optimizer: str = "adam",
+    optimizer: str | None = None,
     precision: str | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
     """The model, compiled, and what had to be assumed for that.
@@ -28,12 +29,14 @@ def load(
         source: `"model.keras"`, `"train:build_model"` or `"keras.applications.ResNet50"`.
         input_shape: The shape of an image, for keras.applications.
         classes: The number of classes, for keras.applications.
-        optimizer: What a model is compiled with that is not compiled.
+        optimizer: What a model is compiled with that is not compiled; Adam where nothing is said.
         precision: The dtype policy to build with.
 
     Raises:
         ValueError: With what is wrong, in words.
     """
+    if classes is not None and not source.startswith(_ZOO):
+        raise ValueError(f"Expected --classes only for a model of keras.applications. Received: {source!r}")
     usual = keras.config.dtype_policy()
     try:
         if precision is not None:
@@ -51,7 +54,7 @@ def load(
             )
     finally:
         keras.config.set_dtype_policy(usual)
-    return model, _compiled(model, optimizer)
+    return model, _compiled(model, source, optimizer)
 
 
 def _set_policy(precision: str) -> None:
@@ -63,11 +66,16 @@ def _set_policy(precision: str) -> None:
         ) from error
 
 
-def _compiled(model: Any, optimizer: str) -> tuple[str, ...]:
+def _compiled(model: Any, source: str, optimizer: str | None) -> tuple[str, ...]:
     if model.compiled:
+        if optimizer is not None:
+            raise ValueError(
+                f"{source} is compiled, with {type(model.optimizer).__name__}: --optimizer is for models that are not. "
+                "Compile it with the other one where it is built."
+            )
         return ()
     try:
-        chosen = keras.optimizers.get(optimizer)
+        chosen = keras.optimizers.get(optimizer or "adam")
     except ValueError as error:
         raise ValueError(f'Expected an optimizer of Keras, such as "adam" or "sgd". Received: {optimizer!r}') from error
     outputs = getattr(model, "outputs", None) or [None]
@@ -82,12 +90,17 @@ def _classifies(model: Any) -> bool:
 
 
 def _from_file(path: pathlib.Path) -> Any:
+    if path.is_dir():
+        raise ValueError(f"Expected a file. Received: {str(path)!r}, which is a folder.")
     if not path.is_file():
         raise ValueError(f"There is no file {str(path)!r}.")
     if path.suffix == ".keras" and not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is not a Keras model: a .keras file is a zip archive, and this is not one.")
     try:
-        return keras.models.load_model(path, safe_mode=True)
+        with warnings.catch_warnings():
+            # Keras says that an optimizer without slots has none, which does not matter here.
+            warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+            return keras.models.load_model(path, safe_mode=True)
     except Exception as error:
         text = naming.first_line(error)
         if "safe_mode" in str(error) or "unsafe" in str(error).lower():

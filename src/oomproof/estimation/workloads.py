@@ -11,8 +11,10 @@ import keras
 from keras import tree
 from keras.src import backend as keras_backend
 
+from oomproof import naming
 from oomproof.backends.base import Backend
 from oomproof.backends.common.calls import graph_of
+from oomproof.backends.common.model import overrides
 from oomproof.errors import UnsupportedModelError
 from oomproof.records import Phase
 from oomproof.tracing import Buffer, Spec, Target, Trace, Workload
@@ -34,6 +36,13 @@ def batch_bytes(workload: Workload, batch_size: int | None = None) -> int:
     """Bytes of a batch like the one of the workload, with so many samples."""
     leaves = [leaf for leaf in tree.flatten((workload.x, workload.y)) if leaf is not None]
     return sum(tensor_bytes((batch_size or leaf.shape[0], *leaf.shape[1:]), leaf.dtype) for leaf in leaves)
+
+
+def in_words(workload: Workload) -> str:
+    """What a step is given, such as `"x (32, 16) float32, y (32,) int32"`."""
+    given = {"x": workload.x, "y": workload.y}
+    specs = {name: [leaf for leaf in tree.flatten(part) if leaf is not None] for name, part in given.items()}
+    return ", ".join(f"{name} {leaf.shape} {leaf.dtype}" for name, leaves in specs.items() for leaf in leaves)
 
 
 def with_next_batch(trace: Trace, workload: Workload, batch_size: int, backend: Backend) -> Trace:
@@ -69,7 +78,7 @@ def inputs_of(model: Any, batch_size: int, input_shape: InputShape) -> Any:
         return tree.map_structure(lambda leaf: leaf.spec(batch_size, None), declared)
     leaves = tree.flatten(declared)
     given = _given_for(leaves, input_shape)
-    specs = [leaf.spec(batch_size, shape) for leaf, shape in zip(leaves, given, strict=True)]
+    specs = [leaf.spec(batch_size, shape, len(leaves) > 1) for leaf, shape in zip(leaves, given, strict=True)]
     return tree.pack_sequence_as(declared, specs)
 
 
@@ -84,19 +93,19 @@ class _Declared:
     def __init__(self, name: str, shape: Any) -> None:
         self.name = name
         self.batch: int | None = None
-        self.dtype = "float32"
+        self.dtype: str | None = None
         if hasattr(shape, "shape"):
             self.batch, *rest = shape.shape
             self.shape = tuple(rest)
-            self.dtype = keras.backend.standardize_dtype(shape.dtype) if shape.dtype is not None else "float32"
+            self.dtype = None if shape.dtype is None else keras.backend.standardize_dtype(shape.dtype)
         else:
-            *rest, last = shape
-            if isinstance(last, str):
-                self.dtype = keras.backend.standardize_dtype(last)
-                shape = tuple(rest)
-            self.shape = tuple(shape)
+            sizes = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
+            if sizes and isinstance(sizes[-1], str):
+                self.dtype = _dtype(sizes[-1])
+                sizes = sizes[:-1]
+            self.shape = sizes
 
-    def spec(self, batch_size: int, given: Any) -> Spec:
+    def spec(self, batch_size: int, given: Any, one_of_several: bool = False) -> Spec:
         shape, dtype = self.shape, self.dtype
         if given is not None:
             asked = _Declared(self.name, given)
@@ -109,24 +118,30 @@ class _Declared:
                 )
             shape = asked.shape
             # Keras remembers of a call without `Input` which shape it had, not which dtype.
-            dtype = asked.dtype if isinstance(given[-1], str) else dtype
+            dtype = asked.dtype or dtype
         if any(size is None for size in shape):
             missing = [index for index, size in enumerate(shape) if size is None]
+            example = tuple(size or 512 for size in shape)
+            in_python, as_option = _text(example), ",".join(map(str, example))
+            if one_of_several:
+                in_python, as_option = f'{{"{self.name}": {in_python}}}', f"{self.name}={as_option}"
             raise ValueError(
                 f"Input {self.name!r} of the model has the shape {_text(shape)}, without the batch: "
                 f"{'dimension' if len(missing) == 1 else 'dimensions'} {', '.join(map(str, missing))} "
                 f"can be anything, and memory depends on it. Give the largest you will train with: "
-                f"input_shape={_text(tuple(size or 512 for size in shape))}, "
-                f"--input-shape {','.join(str(size or 512) for size in shape)}."
+                f"input_shape={in_python}, --input-shape {as_option}."
             )
         if any(isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1 for size in shape):
-            raise ValueError(f"Expected sizes of at least 1. Received: input_shape={_text(shape)}")
+            raise ValueError(
+                f"Expected sizes of at least 1, such as (128,), or (128, 'int32') with a dtype. "
+                f"Received: input_shape={_text(shape)}"
+            )
         if self.batch is not None and self.batch != batch_size:
             raise ValueError(
                 f"Input {self.name!r} of the model has a fixed batch size of {self.batch}. "
                 f"Received: batch_size={batch_size}"
             )
-        return Spec((batch_size, *(int(size) for size in shape)), dtype)
+        return Spec((batch_size, *(int(size) for size in shape)), dtype or "float32")
 
 
 def _declared(model: Any) -> Any:
@@ -169,9 +184,17 @@ def _given_for(leaves: list[_Declared], input_shape: Any) -> list[Any]:
     if len(shapes) != len(leaves):
         raise ValueError(
             f"The model has {len(leaves)} inputs ({', '.join(leaf.name for leaf in leaves)}). "
-            f"Received: {len(shapes)} shapes. Name them: {leaves[0].name}=…"
+            f"Received: {len(shapes)} shapes. Name those you mean: "
+            f'input_shape={{"{leaves[0].name}": …}}, --input-shape {leaves[0].name}=…'
         )
     return list(shapes)
+
+
+def _dtype(name: str) -> str:
+    try:
+        return str(keras.backend.standardize_dtype(name))
+    except ValueError:
+        raise ValueError(f'Expected a dtype such as "int32" after the shape. Received: {name!r}') from None
 
 
 def _text(shape: tuple[Any, ...]) -> str:
@@ -190,10 +213,15 @@ def _name(model: Any) -> str:
 def targets_of(model: Any, x: Any) -> Any:
     """What the model's losses compare its outputs with, or `None` for a model that has no such loss."""
     compiled = model._compile_loss
-    if compiled is None:
+    if compiled is not None:
+        outputs = _outputs(model, x)
+        return tree.map_structure(_target, outputs, _losses_like(compiled._user_loss, outputs, model))
+    if not overrides(model, "compute_loss"):
         return None
     outputs = _outputs(model, x)
-    return tree.map_structure(_target, outputs, _losses_like(compiled._user_loss, outputs, model))
+    like = [tree.map_structure(kind, outputs) for kind in (_dense, _sparse)]
+    # What a loss of the user's own takes is not written anywhere, so it is tried.
+    return next((y for y in (None, *like) if _computes(model.compute_loss, x, y, outputs)), like[0])
 
 
 def _outputs(model: Any, x: Any) -> Any:
@@ -202,13 +230,12 @@ def _outputs(model: Any, x: Any) -> Any:
         # Known without another look at each layer, which takes a third of a second for a large model.
         samples = next(spec for spec in tree.flatten(x) if spec is not None).shape[0]
         return tree.map_structure(lambda tensor: Spec((samples, *tensor.shape[1:]), str(tensor.dtype)), declared)
-    symbols = tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), x)
     try:
-        found = keras_backend.compute_output_spec(model, symbols)
+        found = keras_backend.compute_output_spec(model, _symbols(x))
     except Exception as error:
         raise UnsupportedModelError(
             f"{_name(model)} could not be called with inputs of the shape "
-            f"{', '.join(str(spec.shape) for spec in tree.flatten(x))}: {str(error).strip().splitlines()[0]}"
+            f"{', '.join(str(spec.shape) for spec in tree.flatten(x))}: {naming.first_line(error)}"
         ) from error
     return tree.map_structure(lambda tensor: Spec(tuple(tensor.shape), str(tensor.dtype)), found)
 
@@ -216,9 +243,10 @@ def _outputs(model: Any, x: Any) -> Any:
 def _losses_like(loss: Any, outputs: Any, model: Any) -> Any:
     """The loss of each output, in the structure of the outputs."""
     count = len(tree.flatten(outputs))
+    if isinstance(loss, Mapping) and isinstance(outputs, Mapping):
+        return {name: tree.map_structure(lambda _, name=name: _Loss(loss.get(name)), outputs[name]) for name in outputs}
     if isinstance(loss, Mapping):
-        names = list(outputs) if isinstance(outputs, Mapping) else list(getattr(model, "output_names", ()) or ())
-        flat = [loss.get(name) for name in names]
+        flat = [loss.get(name) for name in getattr(model, "output_names", None) or ()]
     elif isinstance(loss, list | tuple):
         flat = tree.flatten(loss) if any(tree.is_nested(one) for one in loss) else list(loss)
     else:
@@ -232,11 +260,37 @@ class _Loss:
     """A loss as a leaf: some are lists of their own."""
 
     def __init__(self, loss: Any) -> None:
-        name = loss if isinstance(loss, str) else getattr(loss, "name", None) or getattr(loss, "__name__", "")
-        self.sparse = "sparse" in str(name)
+        kind = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+        self.sparse = "sparse" in kind.lower()
+        owner = loss if hasattr(loss, "__name__") else type(loss)
+        self.own = loss if callable(loss) and not str(owner.__module__).startswith("keras.") else None
 
 
 def _target(output: Spec, loss: _Loss) -> Spec:
     if loss.sparse:
-        return Spec(output.shape[:-1], "int32")
+        return _sparse(output)
+    if loss.own is not None and not _computes(loss.own, _dense(output), output):
+        # Most often classes, handed on to one of Keras's own.
+        return _sparse(output) if _computes(loss.own, _sparse(output), output) else _dense(output)
+    return _dense(output)
+
+
+def _dense(output: Spec) -> Spec:
     return Spec(output.shape, "float32")
+
+
+def _sparse(output: Spec) -> Spec:
+    return Spec(output.shape[:-1], "int32")
+
+
+def _computes(loss: Any, *given: Any) -> bool:
+    """Whether a loss can be computed from such tensors. Nothing is."""
+    try:
+        keras_backend.compute_output_spec(loss, *(_symbols(each) for each in given))
+    except Exception:
+        return False
+    return True
+
+
+def _symbols(specs: Any) -> Any:
+    return tree.map_structure(lambda spec: spec if spec is None else keras.KerasTensor(spec.shape, spec.dtype), specs)

@@ -20,10 +20,14 @@ Either put the loss into `compute_loss(self, x, y, y_pred, sample_weight, traini
 `oomproof.gradients(loss_fn, self.trainable_variables, data, micro_batch_size=...)`, without `guard`."""
 
 
-def check_has_no_own_step(model: Any) -> None:
-    """Raises UnsupportedModelError when the class of the model replaces Keras's training step."""
+def check_is_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(f"Expected a keras.Model. Received: model={model!r} (of type {type(model).__name__})")
+
+
+def check_has_no_own_step(model: Any) -> None:
+    """Raises UnsupportedModelError when the class of the model replaces Keras's training step."""
+    check_is_model(model)
     if overrides(model, "train_step"):
         raise UnsupportedModelError(_OWN_LOOP.format(kind=type(model).__name__, method="train_step"))
 

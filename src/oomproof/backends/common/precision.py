@@ -13,10 +13,10 @@ import keras
 def computed_in(model: Any, precision: str | None) -> Iterator[str]:
     """The model with another dtype policy for the time being, on every layer that has the usual kind of one.
 
-    Layers that were given a policy of their own, such as a float32 head, keep it.
+    Layers that were given a policy of their own, such as a float32 head, keep it. Yields the name of the policy.
     """
-    usual = model.dtype_policy
-    if precision is None:
+    usual = policy_of(model)
+    if precision is None or precision == usual.name:
         yield str(usual.name)
         return
     try:
@@ -26,14 +26,28 @@ def computed_in(model: Any, precision: str | None) -> Iterator[str]:
             'Expected `precision` to be a dtype policy such as "float32", "mixed_bfloat16" or "mixed_float16". '
             f"Received: precision={precision!r}"
         ) from error
-    changed = [layer for layer in model._flatten_layers() if layer.dtype_policy == usual]
+    before = [
+        (layer, layer.dtype_policy)
+        for layer in model._flatten_layers()
+        if layer.dtype_policy == usual or isinstance(layer, keras.Model)
+    ]
     try:
-        for layer in changed:
+        for layer, _ in before:
             layer._dtype_policy = policy
         yield str(policy.name)
     finally:
-        for layer in changed:
-            layer._dtype_policy = usual
+        for layer, its_own in before:
+            layer._dtype_policy = its_own
+
+
+def policy_of(model: Any) -> Any:
+    """The policy most layers with weights have. Keras saves those, and not the one of the model around them."""
+    policies = [
+        layer.dtype_policy
+        for layer in model._flatten_layers()
+        if layer._trainable_variables or layer._non_trainable_variables
+    ]
+    return max(policies, key=policies.count) if policies else model.dtype_policy
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import jax
 from oomproof.backends.jax.abstract import abstract_step, layer_paths
 from oomproof.backends.jax.program import flattened
 from oomproof.backends.xla.fusion import Fusion
+from oomproof.backends.xla.notes import notes_on
 from oomproof.backends.xla.program import Node, Program
 from oomproof.backends.xla.schedule import in_order, planned
 from oomproof.backends.xla.writer import Writer
@@ -41,7 +42,7 @@ def trace(model: Any, workload: Workload) -> Trace:
     if workload.jit:
         settled = _settled(program, len(jax.tree.leaves(step.state)))
         plan = planned(Fusion(program).kernels, settled)
-        notes = (*step.notes, "What convolutions work in is modelled.")
+        notes = (*step.notes, *notes_on(program))
     else:
         # Op by op every result is an array of its own, in the allocator that JAX has on GPUs.
         allocator = "bfc"

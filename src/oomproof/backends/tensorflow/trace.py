@@ -13,6 +13,7 @@ from oomproof.backends.tensorflow.trace_graph import step_graph
 from oomproof.backends.tensorflow.trace_names import Owners, Scopes
 from oomproof.backends.tensorflow.trace_values import Block
 from oomproof.backends.xla.fusion import Fusion
+from oomproof.backends.xla.notes import notes_on
 from oomproof.backends.xla.schedule import planned
 from oomproof.backends.xla.stablehlo import read
 from oomproof.backends.xla.writer import Writer
@@ -57,7 +58,7 @@ def _compiled(model: Any, workload: Workload) -> Trace:
     names = Scopes(step.scopes)
     plan = planned(Fusion(program).kernels, settled)
     writer = Writer(program, plan, settled, step.roles, lambda node: names.place(node.scope))
-    return writer.trace("xla", ("What convolutions work in is modelled.",))
+    return writer.trace("xla", notes_on(program))
 
 
 def _buffer(block: Block, owners: Owners, ops: int) -> Buffer:

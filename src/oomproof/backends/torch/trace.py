@@ -16,7 +16,7 @@ from keras import tree
 from keras.src.backend.torch.core import device_scope, to_torch_dtype
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from oomproof.backends.common.model import check_has_no_own_step, layers
+from oomproof.backends.common.model import check_is_model, layers
 from oomproof.backends.torch import segments
 from oomproof.backends.torch.as_on_gpu import on_gpu, unseeded
 from oomproof.backends.torch.engine import TorchEngine
@@ -42,7 +42,7 @@ def trace(model: Any, workload: Workload) -> Trace:
     Raises:
         TypeError: If the model is no Keras model.
         ValueError: If the model is not built or not compiled.
-        UnsupportedModelError: If the class of the model has its own step, or memory depends on values.
+        UnsupportedModelError: If memory depends on values.
     """
     _check(model, workload)
     workspaces = Workspaces(workload.target)
@@ -85,7 +85,7 @@ def _added_up(buffer: Buffer, ops: int, shared: set[str]) -> Buffer:
 
 
 def _check(model: Any, workload: Workload) -> None:
-    check_has_no_own_step(model)
+    check_is_model(model)
     if not model.built:
         raise ValueError(
             f"Expected a model that is built. Received: model={model.name!r}, whose weights are not there yet. "
