@@ -178,8 +178,8 @@ def test_masks_are_read_as_they_were_written():
         assert np.array_equal(np.array(ir.DenseElementsAttr(constant.attributes["value"])), mask)
 
 
-# Layers of kernels.py that took on an H200 what the rules say: plain, few and odd channels, padded unevenly, transposed,
-# in three dimensions.
+# Layers of kernels.py that took on an H200 what the rules say: plain, few and odd channels, padded unevenly,
+# transposed, in three dimensions.
 AS_MEASURED = {18: "input", 64: "input filter", 126: "input", 322: "input filter", 388: "filter", 415: "forward input"}
 
 
