@@ -245,6 +245,19 @@ def test_attention_recurrence_and_dropout_take_the_kernels_of_a_gpu():
     assert "aten._scaled_dot_product_flash_attention" in {op.name for op in half.ops}
 
 
+@pytest.mark.parametrize(("channels", "counted"), [(8, 0), (3, 8), (12, 16)])
+def test_images_with_odd_channels_are_copied_with_more(channels, counted):
+    import torch
+
+    from oomproof.backends.torch.workspaces import Workspaces
+
+    image = torch.empty((4, channels, 10, 10), dtype=torch.float16).to(memory_format=torch.channels_last)
+    weights = torch.empty((16, channels, 3, 3), dtype=torch.float16).to(memory_format=torch.channels_last)
+    result = torch.nn.functional.conv2d(image, weights)
+    taken = Workspaces(Target())(torch.ops.aten.convolution.default, (image, weights), result)
+    assert taken == 2 * (16 * channels * 9 + 4 * 100 * counted)
+
+
 def test_nothing_large_is_allocated():
     model = compiled(residual)
     traced(model)

@@ -20,6 +20,7 @@ _CUBLAS = {False: 8 * _MIB + 128 * 2**10, True: 32 * _MIB}
 _HOPPER = (9, 0)
 _FLOAT = 4
 _FEW_FILTERS = 3
+_ALIGNED = 16
 _MULTIPLIES = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addmv, _aten.mv, _aten.dot}
 
 
@@ -110,7 +111,16 @@ def _relaid(weights: Any, *tensors: Any) -> int:
         # There is no such layout in one dimension, so all are copied, except for what is a matrix product in truth.
         return sum(map(_bytes, tensors)) if weights.shape[-1] > 1 else 0
     layout = torch.channels_last if weights.dim() == 4 else torch.channels_last_3d
-    return sum(_bytes(tensor) for tensor in tensors if not tensor.is_contiguous(memory_format=layout))
+    copies = ((_filled(tensor), tensor.is_contiguous(memory_format=layout)) for tensor in tensors)
+    return sum(size for (size, odd), fits in copies if odd or not fits)
+
+
+def _filled(tensor: Any) -> tuple[int, bool]:
+    """Bytes with so many channels that each place has a multiple of 16 bytes, as cuDNN reads them, and whether that is
+    more."""
+    channels = tensor.shape[1]
+    filled = _rounded(channels, _ALIGNED // tensor.element_size())
+    return _bytes(tensor) // channels * filled, filled > channels
 
 
 def _bytes(tensor: Any) -> int:
