@@ -202,6 +202,8 @@ def _as_tensorflow_runs_it(definition: Any, fetched: Sequence[str], target: Targ
     rewriting.min_graph_nodes = -1
     # As it comes, this pass only marks assignments, which is not looked at here, and takes a tenth of the time.
     rewriting.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+    # This one moves code into branches that are still functions, which by then are plain nodes.
+    rewriting.experimental_conditional_code_motion = rewriter_config_pb2.RewriterConfig.OFF
     devices = [_device(_CPU, "CPU")]
     if target.gpu:
         architecture = ".".join(map(str, target.capability))
