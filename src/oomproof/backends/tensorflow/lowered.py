@@ -19,6 +19,7 @@ from oomproof.backends.tensorflow.trace_graph import variables_of
 from oomproof.backends.tensorflow.trace_names import Scopes
 from oomproof.backends.tensorflow.trace_scopes import OPTIMIZER, noted_scopes
 from oomproof.backends.tensorflow.trace_state import traceable
+from oomproof.backends.tensorflow.trace_updates import repeated_updates
 from oomproof.backends.xla.writer import Role
 from oomproof.errors import UnsupportedModelError
 from oomproof.tracing import Workload
@@ -67,6 +68,7 @@ def lowered(model: Any, workload: Workload) -> Lowered:
         traceable(model, specs, workload.phase, storage=True),
         noted_scopes() as scopes,
         recomputing(model, workload.recompute, TensorFlowEngine(model, static=True)),
+        repeated_updates(model),
     ):
         try:
             program = tf.function(of_flat, jit_compile=True, autograph=False).get_concrete_function(*flat)

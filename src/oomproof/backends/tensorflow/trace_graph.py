@@ -21,6 +21,7 @@ from oomproof.backends.common.recompute import recomputing
 from oomproof.backends.tensorflow.engine import TensorFlowEngine
 from oomproof.backends.tensorflow.trace_scopes import layer_paths, noted_scopes
 from oomproof.backends.tensorflow.trace_state import traceable
+from oomproof.backends.tensorflow.trace_updates import repeated_updates
 from oomproof.tracing import Category, Target, Workload
 from oomproof.units import tensor_bytes
 
@@ -113,6 +114,7 @@ def step_graph(model: Any, workload: Workload) -> StepGraph:
         traceable(model, data, workload.phase),
         noted_scopes() as scopes,
         recomputing(model, workload.recompute, TensorFlowEngine(model)),
+        repeated_updates(model),
     ):
         step: Callable[[Any], Any] = getattr(model, f"{workload.phase}_step")
         # In `fit` it is a function within a function, and which op runs first of two that could depends on it.
