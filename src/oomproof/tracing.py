@@ -136,6 +136,7 @@ class Compiled:
         tuned: Whether it was compiled on the GPU itself, so that the workspaces its autotuner chose are in `temporary`.
         seconds: How long tracing and compiling took.
         notes: What this cannot know, in words.
+        trace: The same program as a trace, where lowering it once more would take long.
     """
 
     arguments: int
@@ -145,6 +146,7 @@ class Compiled:
     tuned: bool
     seconds: float
     notes: tuple[str, ...] = ()
+    trace: Trace | None = None
 
     @property
     def peak(self) -> int:

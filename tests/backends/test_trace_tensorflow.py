@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from here import BACKEND, only
 from keras import layers, tree
 
-from oomproof.errors import BackendError
+from oomproof.errors import BackendError, UnsupportedModelError
 from oomproof.estimation.allocator import replay
 from oomproof.tracing import Spec, Target, Workload
 
@@ -156,8 +157,95 @@ def test_trace_and_compiler_agree_for_a_gpu_that_is_not_there():
 
     model, batch, (x, y) = MODELS["plain_cnn"]()
     data = dataclasses.replace(workload(batch, x, y, gpu=True), jit=True)
-    assert replay(trace(model, data)).peak == pytest.approx(compile_step(model, data).peak, rel=0.15)
+    traced, found = trace(model, data), compile_step(model, data)
+    assert replay(traced).peak == pytest.approx(found.peak, rel=0.15)
+    # The step is lowered once for both.
+    assert found.trace == traced
     assert not model.optimizer.built
+
+
+def test_a_process_that_cannot_compile_says_why(monkeypatch):
+    from oomproof.backends.xla.elsewhere import compiled_elsewhere
+
+    says = "ended with status" if HAS_COMPILER else "gpu-compile"
+    with pytest.raises(BackendError, match=says):
+        compiled_elsewhere("this is no program", Target(True, (9, 0)), None)
+    with pytest.raises(BackendError, match=r"capability|architecture"):
+        compiled_elsewhere("", Target(True, (1, 0)), None)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(BackendError, match="ended with status 1"):
+        compiled_elsewhere("", Target(True, (9, 0)), None)
+
+
+def lowered_text(model, batch=8):
+    from oomproof.backends.tensorflow.lowered import lowered
+
+    data = Workload(Spec((batch, 300), "float32"), Spec((batch, 300), "float32"), "train", True, Target(gpu=True))
+    text = lowered(model, data).text
+    # Names of functions are counted on, and places say where an op is from.
+    return [
+        re.sub(r"_\d+(_quick_to_lower)?__|loc\(.*?\)+", "", line)
+        for line in text.splitlines()
+        if not line.startswith("#loc")
+    ]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rmsprop", "adamw"])
+def test_a_program_is_the_same_however_square_roots_are_lowered(monkeypatch, optimizer):
+    from oomproof.backends.tensorflow import lowered
+
+    model = keras.Sequential([keras.Input((300,)), layers.Dense(300, activation="tanh"), layers.LayerNormalization()])
+    model.compile(optimizer, "mse")
+    quick = lowered_text(model)
+    monkeypatch.setattr(lowered, "_QUICK", "Sqrt")
+    assert lowered_text(model) == quick
+    assert any("stablehlo.sqrt" in line for line in quick)
+    assert not any("stablehlo.tan " in line for line in quick)
+
+
+def test_tangents_of_a_model_stay_tangents():
+    model = keras.Sequential([keras.Input((300,)), layers.Dense(300, activation=keras.ops.tan)])
+    model.compile("adam", "mse")
+    for op in ("sqrt", "tan"):
+        assert any(f"stablehlo.{op} " in line for line in lowered_text(model))
+
+
+def test_lowering_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    from oomproof.backends.tensorflow import lowered
+
+    def fails(*_):
+        raise ValueError("Lowering failed.")
+
+    model = keras.Sequential([keras.Input((300,)), layers.Dense(300)])
+    model.compile("adam", "mse")
+    before = model.get_weights()
+    optimizer = model.optimizer
+    monkeypatch.setattr(lowered.compiler_ir, "from_concrete_function", fails)
+    with pytest.raises(UnsupportedModelError, match="Lowering failed"):
+        lowered_text(model)
+    assert model.optimizer is optimizer
+    assert not optimizer.built
+    assert all(np.array_equal(old, new) for old, new in zip(before, model.get_weights(), strict=True))
+    assert not [name for name in tf_context().list_function_names() if "quick_to_lower" in name]
+
+
+def tf_context():
+    from tensorflow.python.eager import context
+
+    return context.context()
+
+
+def test_variables_that_share_memory_are_written_apart():
+    from oomproof.backends.tensorflow.trace_state import sharing_storage
+
+    with sharing_storage():
+        first, second = (keras.Variable("ones", shape=(256, 256)) for _ in range(2))
+        small = keras.Variable("ones", shape=(3,))
+    first.assign_add(np.full((256, 256), 2.0))
+    assert keras.ops.max(first) == 2
+    assert keras.ops.max(second) == 0
+    # What is small may be looked at while a model is built.
+    assert keras.ops.min(small) == 1
 
 
 def test_masks_are_read_as_they_were_written():

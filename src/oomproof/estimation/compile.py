@@ -21,7 +21,7 @@ def why_not(question: Question) -> str | None:
 def answer(question: Question) -> Answer:
     memory = None if question.gpu is None else question.gpu.memory
     compiled = question.backend.compile(question.model, question.workload, memory)
-    trace = question.backend.trace(question.model, question.workload)
+    trace = compiled.trace or question.backend.trace(question.model, question.workload)
     if compiled.tuned:
         return Answer(trace, peak=compiled.peak, tuned=True, notes=compiled.notes)
     more = _workspaces(trace)

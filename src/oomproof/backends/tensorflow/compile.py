@@ -7,13 +7,15 @@ another version.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import time
 from typing import Any
 
 from oomproof.backends.tensorflow.lowered import lowered
-from oomproof.errors import BackendError
+from oomproof.backends.tensorflow.trace import trace_of
+from oomproof.backends.xla.elsewhere import compiled_elsewhere, why_not_elsewhere
 from oomproof.tracing import Compiled, Workload
 
 # Not an op of StableHLO, though TensorFlow writes it. A reshape to the same shape computes the same.
@@ -23,15 +25,7 @@ _TRUTHS = re.compile(r'dense<"0x([0-9A-Fa-f]*)"> : tensor<((?:\d+x)+)i1>')
 
 def why_not(workload: Workload) -> str | None:
     """`None` where the step can be compiled for its target, else what is missing, in words."""
-    try:
-        from oomproof.backends.xla.absent import absent_gpu
-    except ImportError:
-        return "compiling needs JAX and its CUDA compiler: pip install 'oomproof[gpu-compile]'"
-    try:
-        absent_gpu(workload.target)
-    except BackendError as error:
-        return str(error)
-    return None
+    return why_not_elsewhere(workload.target)
 
 
 def compile_step(model: Any, workload: Workload, memory: int | None = None) -> Compiled:
@@ -47,33 +41,13 @@ def compile_step(model: Any, workload: Workload, memory: int | None = None) -> C
         BackendError: When the packages that compile are missing, or XLA fails at it.
         UnsupportedModelError: When TensorFlow cannot lower the step.
     """
-    from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jaxlib.mlir import ir
-
-    from oomproof.backends.xla.absent import WITHOUT_TILES, WITHOUT_TILES_NOTE, absent_gpu, account, not_compiled
-
-    device = absent_gpu(workload.target, memory)
     start = time.perf_counter()
-    text = _COPY.sub(r"stablehlo.reshape \1 : (\2) -> \2", lowered(model, workload).text)
+    step = lowered(model, workload)
+    text = _COPY.sub(r"stablehlo.reshape \1 : (\2) -> \2", step.text)
     text = _TRUTHS.sub(_a_byte_each, text)
-    with mlir.make_ir_context():
-        module = ir.Module.parse(text)
-    notes: tuple[str, ...] = ()
-    options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
-    devices = compiler.xc.DeviceList((device,))
-    try:
-        program = device.client.compile(module, devices, options)
-    except Exception:
-        options = compiler.get_compile_options(
-            num_replicas=1, num_partitions=1, env_options_overrides={k: str(v) for k, v in WITHOUT_TILES.items()}
-        )
-        notes = (WITHOUT_TILES_NOTE,)
-        try:
-            program = device.client.compile(module, devices, options)
-        except Exception as error:
-            raise not_compiled(error) from error
-    return account(program.get_compiled_memory_stats(), False, time.perf_counter() - start, notes)
+    found = compiled_elsewhere(text, workload.target, memory)
+    trace = trace_of(step, workload)
+    return dataclasses.replace(found, trace=trace, seconds=time.perf_counter() - start)
 
 
 def _a_byte_each(found: re.Match[str]) -> str:

@@ -7,7 +7,7 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
-from oomproof.backends.tensorflow.lowered import lowered
+from oomproof.backends.tensorflow.lowered import Lowered, lowered
 from oomproof.backends.tensorflow.trace_executor import Executor
 from oomproof.backends.tensorflow.trace_graph import step_graph
 from oomproof.backends.tensorflow.trace_names import Owners, Scopes
@@ -28,7 +28,7 @@ def trace(model: Any, workload: Workload) -> Trace:
         workload: The step.
     """
     if workload.jit:
-        return _compiled(model, workload)
+        return trace_of(lowered(model, workload), workload)
     with _no_garbage_collection():
         graph = step_graph(model, workload)
     execution = Executor(graph, workload.target.gpu).run()
@@ -51,9 +51,8 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _compiled(model: Any, workload: Workload) -> Trace:
+def trace_of(step: Lowered, workload: Workload) -> Trace:
     """What XLA would make of the program that TensorFlow gives it, modelled as for JAX."""
-    step = lowered(model, workload)
     program, settled = read(step.text, workload.target.gpu)
     names = Scopes(step.scopes)
     plan = planned(Fusion(program).kernels, settled)

@@ -21,6 +21,7 @@ from oomproof.backends.common.recompute import recomputing
 from oomproof.backends.tensorflow.engine import TensorFlowEngine
 from oomproof.backends.tensorflow.trace_scopes import layer_paths, noted_scopes
 from oomproof.backends.tensorflow.trace_state import traceable
+from oomproof.backends.tensorflow.trace_updates import repeated_updates
 from oomproof.tracing import Category, Target, Workload
 from oomproof.units import tensor_bytes
 
@@ -117,6 +118,7 @@ def step_graph(model: Any, workload: Workload) -> StepGraph:
         traceable(model, data, workload.phase),
         noted_scopes() as scopes,
         recomputing(model, workload.recompute, TensorFlowEngine(model)),
+        repeated_updates(model),
     ):
         step: Callable[[Any], Any] = getattr(model, f"{workload.phase}_step")
         # In `fit` it is a function within a function, and which op runs first of two that could depends on it.
@@ -212,6 +214,8 @@ def _as_tensorflow_runs_it(definition: Any, fetched: Sequence[str], target: Targ
     rewriting.min_graph_nodes = -1
     # As it comes, this pass only marks assignments, which is not looked at here, and takes a tenth of the time.
     rewriting.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+    # This one moves code into branches that are still functions, which by then are plain nodes.
+    rewriting.experimental_conditional_code_motion = rewriter_config_pb2.RewriterConfig.OFF
     devices = [_device(_CPU, "CPU")]
     if target.gpu:
         architecture = ".".join(map(str, target.capability))

@@ -19,6 +19,8 @@ from oomproof.backends.common.calls import graph_of
 from oomproof.backends.common.fresh import fresh_parts
 from oomproof.records import Phase
 
+_SHARED_FROM = 2**14  # Elements of a variable; what is smaller is not worth it.
+
 
 @contextlib.contextmanager
 def traceable(model: Any, data: Any, phase: Phase, storage: bool = False) -> Iterator[None]:
@@ -28,9 +30,9 @@ def traceable(model: Any, data: Any, phase: Phase, storage: bool = False) -> Ite
         model: A model that is built and compiled.
         data: What its step is given, with a `tf.TensorSpec` in the place of each tensor.
         phase: The step that is to be traced.
-        storage: Give what is made here memory and values all the same.
+        storage: Give what is made here memory and values all the same, as little as will do.
     """
-    with fresh_parts(model), contextlib.nullcontext() if storage else without_storage():
+    with fresh_parts(model), sharing_storage() if storage else without_storage():
         if phase != "predict":
             with _outputs_from_graph(model):
                 model._symbolic_build(data_batch=data)
@@ -62,15 +64,10 @@ def _outputs_from_graph(model: Any) -> Iterator[None]:
 
 def without_storage() -> contextlib.AbstractContextManager[Any]:
     """Variables made in this block have no storage: they can be traced with, but not run."""
+    scratch = tf.__internal__.FuncGraph("initial_values")
 
     def stand_in(_: Any, **given: Any) -> Any:
-        initial = given["initial_value"]
-        if callable(initial):
-            # Only its shape is wanted. As part of a graph that is thrown away, it computes nothing.
-            with tf.__internal__.FuncGraph("initial_value").as_default():
-                initial = tf.convert_to_tensor(initial(), given.get("dtype"))
-        else:
-            initial = tf.convert_to_tensor(initial, given.get("dtype"))
+        initial = _initial(given, scratch)
         return resource_variable_ops.UninitializedVariable(
             shape=initial.shape,
             dtype=initial.dtype,
@@ -79,3 +76,34 @@ def without_storage() -> contextlib.AbstractContextManager[Any]:
 
     scope: contextlib.AbstractContextManager[Any] = tf.variable_creator_scope(stand_in)
     return scope
+
+
+def sharing_storage() -> contextlib.AbstractContextManager[Any]:
+    """Large variables made in this block have values, as lowering asks for, but all of a shape the same memory.
+
+    Their values are not those they should have, which lowering does not look at.
+    """
+    scratch = tf.__internal__.FuncGraph("initial_values")
+    zeros: dict[Any, Any] = {}
+
+    def sharing(make: Any, **given: Any) -> Any:
+        initial = _initial(given, scratch)
+        if not initial.shape.is_fully_defined() or initial.shape.num_elements() < _SHARED_FROM:
+            return make(**given)
+        key = (tuple(initial.shape), initial.dtype)
+        if key not in zeros:
+            zeros[key] = tf.zeros(*key)
+        # A variable that is given a tensor refers to it, and makes a copy once it is written to.
+        return make(**given | {"initial_value": zeros[key]})
+
+    scope: contextlib.AbstractContextManager[Any] = tf.variable_creator_scope(sharing)
+    return scope
+
+
+def _initial(given: dict[str, Any], scratch: Any) -> Any:
+    """A tensor like a variable's first value. Only its shape is wanted: as part of a graph it computes nothing."""
+    initial = given["initial_value"]
+    if not callable(initial):
+        return tf.convert_to_tensor(initial, given.get("dtype"))
+    with scratch.as_default():
+        return tf.convert_to_tensor(initial(), given.get("dtype"))
