@@ -11,6 +11,7 @@ from jax.extend.core import Literal
 from oomproof.backends.jax.cudnn import lstm_workspace
 from oomproof.backends.xla.convolutions import for_cudnn
 from oomproof.backends.xla.program import Convolution, Node, Program, Value, linked
+from oomproof.backends.xla.zeros import with_shared_zeros
 
 # Primitives that only call another jaxpr, by the parameter it is under.
 _CALLS = {
@@ -42,7 +43,8 @@ def flattened(closed: Any, gpu: bool, *, compiled: bool = True) -> Program:
     maker = _Maker(gpu)
     inputs = [maker.value(variable.aval) for variable in closed.jaxpr.invars]
     outputs = maker.inline(closed.jaxpr, inputs, [maker.constant(c) for c in closed.consts], "", None)
-    return linked(for_cudnn(maker.nodes, shared=compiled) if gpu else maker.nodes, inputs, outputs)
+    nodes = for_cudnn(maker.nodes, shared=compiled) if gpu else maker.nodes
+    return linked(with_shared_zeros(nodes) if gpu and compiled else nodes, inputs, outputs)
 
 
 class _Maker:
@@ -115,7 +117,8 @@ class _Maker:
         if key in self._seen:
             return list(self._seen[key])
         arrays = [value for value in inputs if value is not None]
-        node = Node(name, arrays, [], scope, **_facts(equation, name, arrays, self._gpu))
+        zero = any(isinstance(atom, Literal) and not atom.aval.shape and atom.val == 0 for atom in equation.invars)
+        node = Node(name, arrays, [], scope, zero=zero, **_facts(equation, name, arrays, self._gpu))
         for variable in equation.outvars:
             value = self.value(variable.aval)
             value.node = node

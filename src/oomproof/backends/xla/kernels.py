@@ -30,7 +30,7 @@ def prepared(kernels: list[Kernel]) -> list[Kernel]:
     """The kernels, and in their places those that get something ready for them."""
     added: dict[int, list[Kernel]] = {}
     _stack_early(kernels, added)
-    _zeros_of_pooling(kernels)
+    _pooling(kernels, added)
     _copies_across(kernels, added)
     return [one for index, kernel in enumerate(kernels) for one in (*added.get(index, ()), kernel)]
 
@@ -51,34 +51,22 @@ def _stack_early(kernels: list[Kernel], added: dict[int, list[Kernel]]) -> None:
             _started_by(shapes[key], kernel, value)
 
 
-def _zeros_of_pooling(kernels: list[Kernel]) -> None:
+def _pooling(kernels: list[Kernel], added: dict[int, list[Kernel]]) -> None:
     """The gradient of max pooling is a search for each maximum, then a scatter into zeros.
 
-    Where the ReLU of a convolution had the same shape, XLA shares its zeros: made with its result, and a copy of them
-    to scatter into.
+    Where others read these zeros, too, it is into a copy of them.
     """
-    for kernel in kernels:
+    for index, kernel in enumerate(kernels):
         if kernel.node.name != "select_and_scatter_add":
             continue
-        gradient, result = kernel.node.inputs[0], kernel.makes[0]
+        gradient = kernel.node.inputs[0]
         # Of each window the maximum, and where it was, in 32-bit numbers.
         kernel.scratch = gradient.elements * (gradient.size // max(1, gradient.elements) + 4 * len(gradient.shape))
-        for other in kernels:
-            relu = _relu_of(other)
-            alike = relu is not None and (relu.shape, relu.dtype) == (result.shape, result.dtype)
-            # With a normalisation before it, the ReLU is part of a larger kernel, and shares nothing.
-            if alike and all(r.node is None or not r.node.name.startswith("reduce") for r in other.reads):
-                _started_by(other, kernel, result, in_place=False)
-                _started_by(other, kernel, result)
-                break
-
-
-def _relu_of(kernel: Kernel) -> Value | None:
-    """The result of the ReLU that a kernel computes, be it to pool it."""
-    node: Node | None = kernel.node
-    if kernel.node.name == "reduce_window_max":
-        node = kernel.node.inputs[0].node
-    return node.outputs[0] if node is not None and node.name == "max" else None
+        for zeros in kernel.node.inputs[2:]:
+            copying = _kernel("copy", kernel.node, [zeros])
+            kernel.reads.remove(zeros)
+            _started_by(copying, kernel, kernel.makes[0])
+            added.setdefault(index, []).append(copying)
 
 
 def _copies_across(kernels: list[Kernel], added: dict[int, list[Kernel]]) -> None:
@@ -103,11 +91,9 @@ def _kernel(name: str, like: Node, reads: list[Value]) -> Kernel:
     return Kernel(Node(name, reads, [], like.scope), reads, [], [])
 
 
-def _started_by(first: Kernel, kernel: Kernel, value: Value, in_place: bool = True) -> Value:
-    """An array that a kernel finds ready, to write a result into or only to read."""
+def _started_by(first: Kernel, kernel: Kernel, value: Value) -> None:
+    """Gives a kernel an array that is ready to write a result into."""
     ready = Value(value.shape, value.dtype, value.size, first.node)
     first.makes.append(ready)
     kernel.reads.append(ready)
-    if in_place:
-        kernel.in_place.append(ready)
-    return ready
+    kernel.in_place.append(ready)

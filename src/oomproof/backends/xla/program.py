@@ -75,6 +75,7 @@ class Node:
         scope: The scopes it was traced in, among them the names of layers.
         axes: For a reduction, those it reduces.
         convolution: For a convolution, how it is made.
+        zero: Whether one of its operands is a zero, repeated.
         bodies: For a loop or a condition, what it runs.
         carried: For a loop, how many of its results are handed from round to round. The others are stacked.
         scratch: Bytes it is known to need while it runs.
@@ -88,6 +89,7 @@ class Node:
     scope: str = ""
     axes: tuple[int, ...] = ()
     convolution: Convolution | None = None
+    zero: bool = False
     bodies: list[Program] = dataclasses.field(default_factory=list)
     carried: int = 0
     scratch: int = 0

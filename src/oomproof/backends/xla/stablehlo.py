@@ -12,6 +12,7 @@ from typing import Any
 
 from oomproof.backends.xla.convolutions import for_cudnn
 from oomproof.backends.xla.program import Convolution, Node, Program, Value, linked
+from oomproof.backends.xla.zeros import with_shared_zeros
 from oomproof.units import DTYPE_BYTES
 
 _NAMES = {
@@ -78,9 +79,11 @@ class _Reader:
         self._seen: dict[Any, list[Value | None]] = {}
         self._functions = functions
         self._places = places
+        # Names of zeros, each with the function it is known in.
+        self._zeros: set[tuple[int, str]] = set()
 
     def linked(self, inputs: list[Value], outputs: Sequence[Value | None]) -> Program:
-        return linked(for_cudnn(self._nodes) if self._gpu else self._nodes, inputs, outputs)
+        return linked(with_shared_zeros(for_cudnn(self._nodes)) if self._gpu else self._nodes, inputs, outputs)
 
     def run(self, lines: Sequence[str], known: dict[str, Value | None]) -> list[Value | None]:
         """Adds the operations of these lines, and returns what they return."""
@@ -111,6 +114,8 @@ class _Reader:
             inner = dict(zip((argument for argument, _ in arguments), inputs, strict=True))
             outputs = self.run(body, inner)
         elif op == "constant":
+            if re.search(r"dense<-?0\.0+e[+-]00>", rest):
+                self._zeros.add((id(known), made[0]))
             # One number repeated is written into whatever reads it.
             outputs = [None] if "dense<" in rest and not re.search(r'dense<(\[|"0x)', rest) else [_value(kinds[0])]
             if outputs[0] is not None:
@@ -120,7 +125,8 @@ class _Reader:
         elif op == "while":
             outputs = self._loop(rest, statement, inputs, kinds, scope)
         else:
-            outputs = self._operation(op, rest, statement, inputs, kinds, scope)
+            zero = any((id(known), name) in self._zeros for name in names)
+            outputs = self._operation(op, rest, statement, inputs, kinds, scope, zero)
         for name, value in zip(made, outputs, strict=True):
             known[name] = value
 
@@ -132,15 +138,16 @@ class _Reader:
         inputs: Sequence[Value | None],
         kinds: Sequence[str],
         scope: str,
+        zero: bool,
     ) -> list[Value | None]:
         text = _OPERAND.sub("%", rest.partition(" loc(")[0])
-        key = (op, text, tuple(id(value) for value in inputs), tuple(kinds))
+        key = (op, text, tuple(id(value) for value in inputs), tuple(kinds), zero)
         if key in self._seen:
             return self._seen[key]
         if op == "select_and_scatter":
             # What is scattered comes first in JAX.
             inputs = [inputs[1], inputs[0], *inputs[2:]]
-        node = Node(_name(op, rest, statement), [v for v in inputs if v is not None], [], scope)
+        node = Node(_name(op, rest, statement), [v for v in inputs if v is not None], [], scope, zero=zero)
         if op == "reduce" and (axes := re.search(r"dimensions = \[([\d, ]*)\]", rest)):
             node.axes = tuple(int(axis) for axis in axes[1].split(",") if axis.strip())
         if op == "convolution":
