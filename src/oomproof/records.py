@@ -374,12 +374,17 @@ class Estimate:
         """Whether it fits even if the peak is as high as it may be; `None` where there is nothing to compare with."""
         return None if self.limit is None else self.high <= self.limit
 
+    @property
+    def framework(self) -> int | None:
+        """Bytes of the process beside the peak: what the framework takes ahead or keeps, and CUDA's context."""
+        return None if self.driver is None else max(0, self.driver - self.expected)
+
     def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "fits": self.fits}
+        return {**dataclasses.asdict(self), "fits": self.fits, "framework": self.framework}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Estimate:
-        fields = {key: value for key, value in data.items() if key != "fits"}
+        fields = {key: value for key, value in data.items() if key not in ("fits", "framework")}
         by_layer = tuple((path, size) for path, size in data["by_layer"])
         return cls(
             **{**fields, "by_layer": by_layer, "timeline": tuple(data["timeline"]), "notes": tuple(data["notes"])}
@@ -397,7 +402,7 @@ class Estimate:
         if self.limit is not None:
             lines.append(f"  limit   {format_bytes(self.limit):>9}  usable on {self.gpu}")
         if self.driver is not None:
-            shown = f"what nvidia-smi {'would' if self.fits is False else 'will'} show, CUDA's context included"
+            shown = f"what nvidia-smi {'would' if self.fits is False else 'will'} show"
             lines.append(f"  driver  {format_bytes(self.driver):>9}  {shown}")
         if self.limit is not None:
             lines += self._verdict()
@@ -406,6 +411,8 @@ class Estimate:
         others = sum(size for _, size in self.by_layer[10:])
         layers += [(f"{len(self.by_layer) - 10} others", others)] if others else []
         lines += ["  by category", *_sizes(list(self.by_category.items()), self.expected)]
+        if self.framework is not None:
+            lines.append(f"    beside the peak: {format_bytes(self.framework)} framework and CUDA's context")
         lines += ["  by layer", *_sizes(layers, self.expected)]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 

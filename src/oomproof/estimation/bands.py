@@ -23,8 +23,8 @@ _BANDS = {
     ("compile", "jax", "compiled"): Band(0.08, 0.10, 0.96),
     ("probe", "torch", "eager"): Band(0.07, 0.10, 0.92),
     ("compile", "tensorflow", "compiled"): Band(0.04, 0.06, 0.89),
-    ("trace", "jax", "compiled"): Band(0.08, 0.10, 0.74),
-    ("trace", "tensorflow", "compiled"): Band(0.20, 0.25, 0.89),
+    ("trace", "jax", "compiled"): Band(0.11, 0.10, 0.93),
+    ("trace", "tensorflow", "compiled"): Band(0.10, 0.10, 0.89),
     ("trace", "tensorflow", "graph"): Band(0.08, 0.10, 0.96),
     ("trace", "torch", "eager"): Band(0.05, 0.10, 0.96),
 }
