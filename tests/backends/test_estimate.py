@@ -266,7 +266,7 @@ def test_sequence_lengths():
         oomproof.estimate(model, 2048, input_shape={"tokens": (length,)}, engine="trace").expected
         for length in (64, 512)
     )
-    assert long > 4 * short
+    assert long > 2 * short
     assert oomproof.estimate(model, 2048, input_shape={"tokens": 64}, engine="trace").expected == short
     # What it tells to do is what works.
     with pytest.raises(ValueError, match=r"'tokens'.*dimension 0 can be anything.*--input-shape tokens=512"):
