@@ -16,7 +16,7 @@ from here import BACKEND, only
 from keras import layers, tree
 
 from oomproof.errors import BackendError, UnsupportedModelError
-from oomproof.estimation.allocator import replay
+from oomproof.estimation.allocator import RULES, Heap, replay
 from oomproof.tracing import Spec, Target, Workload
 
 pytestmark = only("tensorflow", because="peaks of a real allocator on a CPU")
@@ -75,6 +75,23 @@ def test_peaks_are_those_of_real_steps():
         shown = {name: f"{error:+.1%}" for name, error in errors.items()}
         assert statistics.median(map(abs, errors.values())) < median, shown
         assert max(map(abs, errors.values())) < worst, shown
+
+
+def test_the_rules_are_those_of_the_allocator():
+    child = [sys.executable, str(HERE / "trace_child.py"), "--events", "several_inputs"]
+    done = subprocess.run(child, capture_output=True, text=True, cwd=HERE, check=False)
+    assert done.returncode == 0, done.stderr
+    events = json.loads(done.stdout.splitlines()[-1])
+    heap, blocks, differences = Heap(RULES["bfc"]), {}, []
+    for address, asked, used in events:
+        if asked:
+            blocks[address] = heap.take(asked)
+        elif address in blocks:
+            heap.give(blocks.pop(address))
+        differences.append(heap.in_use - used)
+    # What was there before is not seen, and is the same all the time.
+    assert len(events) > 1000
+    assert set(differences) == {differences[0]}
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """What real steps of plain `fit` take from TensorFlow's own allocator on a CPU, as one JSON line: {model: figures}.
 
     python trace_child.py MODEL...
+    python trace_child.py --events MODEL      what the allocator was asked for and did, from the model's making on
 
 Two figures each: the bytes that were asked for when they were most, and the peak the allocator reports, which counts
 the blocks it gave for them. One thread starts all ops, as on a GPU, so that the order is always the same. Each model
@@ -46,7 +47,8 @@ class SecondStep(keras.callbacks.Callback):
             tf.profiler.experimental.stop()
 
 
-def measured(name):
+def one_region():
+    """Has the allocator take one region for everything. Returns what to keep for that, and the bytes it counts."""
     tf.config.threading.set_inter_op_parallelism_threads(1)
     # What is left of the small region the allocator begins with is kept out of the way. A large one, asked for once and
     # given back, stays the allocator's: one region for everything, as it has on a GPU.
@@ -54,29 +56,59 @@ def measured(name):
     before = tf.config.experimental.get_memory_info("CPU:0")["current"]
     region = tf.raw_ops.Empty(shape=[2**30], dtype=tf.float32)
     del region
-    model, batch, (x, y) = MODELS[name]()
+    return rest, before
 
+
+def batches_for(batch, data):
     def tensor(kind):
         shape, high = (batch, *kind.shape), kind.below
         return tf.random.uniform(shape, maxval=high, dtype=tf.int32) if high else tf.random.uniform(shape)
 
-    def make(_):
-        return tree.map_structure(tensor, (x, y))
+    # A batch that is prepared ahead of its step would not be seen as part of it.
+    options = tf.data.Options()
+    options.autotune.enabled = options.experimental_optimization.apply_default_optimizations = False
+    made = tf.data.Dataset.range(2).map(lambda _: tree.map_structure(tensor, data))
+    return made.with_options(options)
 
+
+def measured(name):
+    rest, before = one_region()
+    model, batch, data = MODELS[name]()
     with tempfile.TemporaryDirectory() as folder:
-        # A batch that is prepared ahead of its step would not be seen as part of it.
-        options = tf.data.Options()
-        options.autotune.enabled = options.experimental_optimization.apply_default_optimizations = False
-        batches = tf.data.Dataset.range(2).map(make).with_options(options)
         second = SecondStep(folder)
-        model.fit(batches, verbose=0, callbacks=[second])
+        model.fit(batches_for(batch, data), verbose=0, callbacks=[second])
         variables = model.variables + model.optimizer.variables + model.metrics_variables
         kept = sum(tf.size(v.value).numpy() * v.value.dtype.size for v in variables)
         del rest
         return {"asked for": int(kept + most_asked_for(folder)), "peak": second.peak - before}
 
 
+def events_of(name):
+    """[address, bytes asked for (0 where it is given back), bytes in use after it] for all it did, in order."""
+    rest, before = one_region()
+    with tempfile.TemporaryDirectory() as folder:
+        tf.profiler.experimental.start(folder)
+        model, batch, data = MODELS[name]()
+        model.fit(batches_for(batch, data), verbose=0)
+        tf.profiler.experimental.stop()
+        found = profiled(folder)
+    del rest
+    return [
+        [event["addr"], event["requested_bytes"] if sign > 0 else 0, event["bytes_allocated"] - before]
+        for sign, event in found
+    ]
+
+
 def most_asked_for(folder):
+    now = most = 0
+    for sign, event in profiled(folder):
+        now += sign * event["requested_bytes"]
+        most = max(most, now)
+    return most
+
+
+def profiled(folder):
+    """(1 or -1, what is known of it) for every block that was handed out or given back, in order."""
     (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
     space = xplane_pb2.XSpace()
     with open(path, "rb") as file:
@@ -90,19 +122,16 @@ def most_asked_for(folder):
                 if names[event.metadata_id] in ("MemoryAllocation", "MemoryDeallocation"):
                     found = {stats[s.metadata_id]: getattr(s, s.WhichOneof("value")) for s in event.stats}
                     sign = 1 if names[event.metadata_id] == "MemoryAllocation" else -1
-                    events.append((line.timestamp_ns * 1000 + event.offset_ps, sign * found["requested_bytes"]))
-    now = most = 0
-    for _, size in sorted(events):
-        now += size
-        most = max(most, now)
-    return most
+                    events.append((line.timestamp_ns * 1000 + event.offset_ps, sign, found))
+    return [(sign, found) for _, sign, found in sorted(events, key=lambda event: event[0])]
 
 
 def in_a_process(function, *args):
     reading, writing = os.pipe()
     if os.fork() == 0:
         try:
-            os.write(writing, json.dumps(function(*args)).encode())
+            with os.fdopen(writing, "w") as answer:
+                json.dump(function(*args), answer)
         finally:
             os._exit(0)
     os.close(writing)
@@ -111,4 +140,7 @@ def in_a_process(function, *args):
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: in_a_process(measured, name) for name in sys.argv[1:]}))
+    if sys.argv[1] == "--events":
+        print(json.dumps(in_a_process(events_of, sys.argv[2])))
+    else:
+        print(json.dumps({name: in_a_process(measured, name) for name in sys.argv[1:]}))
