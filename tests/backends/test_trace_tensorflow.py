@@ -71,7 +71,7 @@ def test_peaks_are_those_of_real_steps():
     # one region for everything, as on a GPU, where a CPU takes a new one whenever it needs more.
     regions = {name: dataclasses.replace(found, allocator="bfc") for name, found in traces.items()}
     taken = {name: replay(found).peak / real[name]["peak"] - 1 for name, found in regions.items()}
-    for errors, median, worst in ((asked, 0.03, 0.12), (taken, 0.05, 0.15)):
+    for errors, median, worst in ((asked, 0.03, 0.12), (taken, 0.06, 0.20)):
         shown = {name: f"{error:+.1%}" for name, error in errors.items()}
         assert statistics.median(map(abs, errors.values())) < median, shown
         assert max(map(abs, errors.values())) < worst, shown
