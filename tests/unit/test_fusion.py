@@ -166,3 +166,13 @@ module @zeros {
 """
     program, _ = read(text)
     assert {node.name: node.zero for node in program.nodes} == {"max": True, "mul": False}
+
+
+def test_elements_are_written_over_those_that_no_other_kernel_reads():
+    for others in (0, 1):
+        program = Writing()
+        x = program.op("dot_general", program.given(), program.given())
+        y = program.op("tanh", x)
+        more = [program.op("dot_general", x, program.given()) for _ in range(others)]
+        writing = next(kernel for kernel in program.kernels(y, *more) if y in kernel.makes)
+        assert writing.in_place == ([] if others else [x])
