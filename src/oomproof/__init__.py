@@ -12,12 +12,15 @@ from oomproof._version import __version__
 from oomproof.errors import (
     BackendError,
     CannotFitError,
+    InexactWarning,
     OomproofError,
     RecoveryFailedError,
     UnsupportedModelError,
 )
+from oomproof.exactness import Exactness
 from oomproof.findings import Checkup, Diagnosis, Evidence, Finding
-from oomproof.records import Alternative, Device, Estimate, Event, Plan, Run, Verification
+from oomproof.records import Alternative, Device, Estimate, Event, Plan, Run
+from oomproof.verification_record import Verification
 
 if TYPE_CHECKING:
     from oomproof import data
@@ -38,7 +41,9 @@ __all__ = [
     "Estimate",
     "Event",
     "Evidence",
+    "Exactness",
     "Finding",
+    "InexactWarning",
     "OomproofError",
     "Plan",
     "RecoveryFailedError",

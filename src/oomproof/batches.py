@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from oomproof.records import Device, Phase, Plan
 from oomproof.step.recover import Evidence
@@ -12,6 +12,17 @@ from oomproof.step.split import largest_piece
 
 # (batch, device, bytes there are for model and step, caution) -> a plan, or `None` where nothing can be said.
 Propose = Callable[[Any, Device, int, float], Plan | None]
+
+
+class Proofs(Protocol):
+    """What was proven in earlier runs."""
+
+    def key(self, data: Any, cut: bool, recompute: tuple[str, ...]) -> str | None:
+        """A name for all that a proof depends on; `None` where not all of it can be told."""
+
+    def recall(self, key: str) -> dict[str, Any] | None: ...
+
+    def remember(self, key: str, facts: dict[str, Any]) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +36,7 @@ class Settings:
         exact_only: Refuse to cut where the result would not be exactly the same.
         start: The plan to begin with.
         propose: Makes a plan for a batch, or `None` to begin with the batch as it is.
+        proofs: What was proven before, or `None` to prove everything anew.
     """
 
     budget: int | None = None
@@ -33,6 +45,7 @@ class Settings:
     exact_only: bool = False
     start: Plan | None = None
     propose: Propose | None = None
+    proofs: Proofs | None = None
 
 
 @dataclasses.dataclass(frozen=True)

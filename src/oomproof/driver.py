@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from typing import Any
 
 from oomproof import refusals
 from oomproof.backends.base import DeviceMemory, Flight, Shortage, Step
 from oomproof.batches import Batch, Settings, Sizing
+from oomproof.errors import InexactWarning
+from oomproof.exactness import Exactness, worse
 from oomproof.gauge import Gauge
 from oomproof.journal import Journal, reason
 from oomproof.probing import measure, probe
+from oomproof.proving import Proving
 from oomproof.records import EventKind, Phase, Plan, Run
 from oomproof.step import recover
 from oomproof.step.split import largest_piece, piece_count
@@ -46,10 +50,12 @@ class Driver:
         self.journal = Journal()
         self.last_error: Exception | None = None
         self._gauge = Gauge(memory, settings.budget)
+        self.proving = Proving(step, memory, settings, lambda message: self.journal.say(message))
         self._sizing: dict[Phase, Sizing] = {"train": Sizing(), "test": Sizing(), "predict": Sizing()}
         self._prepared: set[Phase] = set()
         self._lean = settings.start is not None and settings.start.lean_commit
-        self._caveats: tuple[str, ...] | None = None
+        # What was proven of the ways batches were run in: whether they are cut, and what is recomputed.
+        self._proofs: dict[tuple[bool, tuple[str, ...]], Exactness] = {}
         self._unit = 1
         self._unrepeated: BaseException | None = None
         self._planned: Plan | None = None
@@ -58,8 +64,8 @@ class Driver:
 
     # A run, from the begin of fit, evaluate or predict to its end
 
-    def begin(self, silent: bool, may_grow: bool = False) -> None:
-        self.journal = Journal()
+    def begin(self, silent: bool, may_grow: bool = False, journal: Journal | None = None) -> None:
+        self.journal = journal or Journal()
         self.journal.silent = silent
         self._unrepeated = None
         for sizing in self._sizing.values():
@@ -80,13 +86,15 @@ class Driver:
         if made.micro_batch_size != micro:
             # Its figures are no longer those of what runs.
             made = dataclasses.replace(made, predicted=None, relative_time=None, alternatives=())
+        exactness = self._proofs.get((micro is not None, self.step.recompute))
+        why = () if exactness is None or exactness.holds else exactness.why
         return dataclasses.replace(
             made,
             micro_batch_size=micro,
             recompute=self.step.recompute,
             lean_commit=self._lean,
-            # What was found by looking, or else by the plan: there may have been no memory to look.
-            caveats=(self._caveats or made.caveats) if micro is not None else (),
+            caveats=tuple(dict.fromkeys([*why, *(made.caveats if made.precision else ())])),
+            exactness=exactness,
         )
 
     # One batch
@@ -128,13 +136,15 @@ class Driver:
 
     def _run(self, phase: Phase, data: Any, spec: Any) -> Any:
         if phase not in self._prepared:
-            self._prepare(phase, data)
+            self.prepare(phase, data)
         batch = Batch(phase, data, spec, self.step.batch_size(data), self.step.sample_bytes(data))
         if phase == "train":
             self._unit = batch.unit
         self._before(batch)
         while True:
             pieces = self._pieces(batch)
+            if phase == "train" and (pieces > 1 or self.step.recompute):
+                self._prove(batch, pieces)
             began = time.perf_counter()
             result, shortage = self._attempt(batch, pieces)
             if shortage is None:
@@ -143,7 +153,8 @@ class Driver:
             # Here the except block is left and its frames are gone, so memory can come back.
             self._recover(batch, pieces, shortage, time.perf_counter() - began)
 
-    def _prepare(self, phase: Phase, data: Any) -> None:
+    def prepare(self, phase: Phase, data: Any) -> None:
+        """Builds what is not built yet."""
         shortage = None
         try:
             self.step.prepare(data, phase)
@@ -236,7 +247,7 @@ class Driver:
         # Without a budget a few percent are risked: a needless split costs time in every step, a failure once.
         if need is None or need <= free * (1.0 if strict else 1.05) or volume <= batch.unit:
             return
-        if self.step.splittable(batch.data) and (strict or not self._caveats_of(batch)):
+        if self.step.splittable(batch.data) and (strict or not self.step.caveats()):
             self._probe(batch, volume)
             smaller = recover.smaller(sizing.evidence, volume, free, self._gauge.headroom)
             if smaller is not None:
@@ -387,7 +398,7 @@ class Driver:
         """
         if self.settings.start is not None or self._plans > _REPLANS:
             return None
-        if self._planned is not None and self._caveats_of(batch) == ():
+        if self._planned is not None and not self.step.caveats():
             return None
         return self._plan_ahead(batch, caution=_CAUTION**self._plans)
 
@@ -438,25 +449,20 @@ class Driver:
             raise refusals.batch_cannot_be_cut(batch.size)
         if not self.settings.may_split:
             raise refusals.cutting_is_not_allowed(batch.size)
-        if batch.phase != "train" or self._caveats is not None:
-            return
-        caveats = self._caveats_of(batch)
-        if caveats is None:
-            return
-        if caveats and self.settings.exact_only:
-            raise refusals.cutting_is_not_exact(batch.size, caveats)
-        self._caveats = caveats
-        for caveat in caveats:
-            self.journal.note("note", batch.phase, batch.size, f"not exact under micro-batching: {caveat}")
 
-    def _caveats_of(self, batch: Batch) -> tuple[str, ...] | None:
-        """What cutting changes for this model, or `None` while there is too little memory to look at it."""
-        try:
-            return self.step.caveats(batch.data)
-        except Exception as error:
-            if self.memory.shortage(error) is None:
-                raise
-            return None
+    def _prove(self, batch: Batch, pieces: int) -> None:
+        """Before the first batch that is cut or recomputed: is it the training that was asked for?"""
+        way = pieces > 1, self.step.recompute
+        if way not in self._proofs:
+            self._proofs[way] = found = self.proving(batch.data, pieces)
+            if not found.holds and not self.settings.exact_only:
+                warnings.warn(f"oomproof: training is {found}", InexactWarning, stacklevel=2)
+            if found.word != "exact":
+                self.journal.note("note", batch.phase, batch.size, f"training is {found}")
+        found = self._proofs[way]
+        if not found.holds and self.settings.exact_only:
+            raise refusals.not_exact(batch.size, pieces, found.why)
+        self.journal.exactness = worse(self.journal.exactness, found)
 
     def _give_up(self, batch: Batch, pieces: int, shortage: Shortage, free: int | None, seconds: float) -> None:
         size = largest_piece(batch.size, pieces)

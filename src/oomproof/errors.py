@@ -5,6 +5,7 @@
     ├─ RecoveryFailedError    during training: the model is as it was before the failed batch
     ├─ UnsupportedModelError  names the method or layer, and what to write instead
     └─ BackendError           a backend, version or device that cannot do what was asked
+    InexactWarning(UserWarning)   training goes on in a way that is not exact; said once, whatever `verbose` is
 
 Bad arguments raise `ValueError` or `TypeError`, in Keras's wording. Every message says what happened,
 the numbers, and what to do next.
@@ -62,3 +63,10 @@ class UnsupportedModelError(OomproofError):
 
 class BackendError(OomproofError):
     """Raised when the backend, its version or its device cannot do what was asked."""
+
+
+class InexactWarning(UserWarning):
+    """Training goes on in a way that is not the training that was asked for, or could not be proven to be.
+
+    `warnings.simplefilter("error", oomproof.InexactWarning)` makes it an error; `allow="exact"` refuses to go on.
+    """

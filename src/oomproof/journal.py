@@ -6,6 +6,7 @@ import logging
 import time
 
 from oomproof import host
+from oomproof.exactness import Exactness
 from oomproof.records import Device, Event, EventKind, Phase, Plan, Run
 from oomproof.units import format_bytes
 
@@ -26,6 +27,7 @@ class Journal:
         self.peak: int | None = None
         self.host_peak: int | None = None
         self.steps: dict[Phase, int] = {"train": 0, "test": 0, "predict": 0}
+        self.exactness = Exactness()
         self._events: list[Event] = []
         self._began = time.perf_counter()
         self._next_look = self._began
@@ -71,6 +73,11 @@ class Journal:
         if not self.silent:
             logger.warning(message)
 
+    def say(self, message: str) -> None:
+        """What is worth a line in the log, and nothing that happened."""
+        if not self.silent:
+            logger.warning(f"oomproof: {message}")
+
     def saw_peak(self, peak: int) -> None:
         self.peak = max(self.peak or 0, peak)
 
@@ -86,6 +93,7 @@ class Journal:
             host_peak=self.host_peak,
             seconds=time.perf_counter() - self._began,
             events=tuple(self._events),
+            exactness=self.exactness,
         )
 
 

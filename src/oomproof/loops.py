@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from oomproof import backends
+from oomproof.backends.common.own_arguments import check_data, checked_variables
 from oomproof.diagnosis.explaining import explain
 from oomproof.errors import RecoveryFailedError
 from oomproof.step import recover
@@ -27,6 +28,7 @@ def gradients(
     data: Any,
     *,
     micro_batch_size: int | str = "auto",
+    has_aux: bool = False,
 ) -> tuple[Any, list[Any]]:
     """Loss and gradients of the full batch, computed in pieces that fit.
 
@@ -37,16 +39,20 @@ def gradients(
     Args:
         loss_fn: Called as `loss_fn(*data)` when `data` is a tuple and as `loss_fn(data)` otherwise, with a piece
             of it. Returns the loss of each sample (any shape with samples first; their mean is the loss), or
-            `(sum, normaliser)`. Decorate it with `@tf.function` to have it compiled.
+            `(sum, normaliser)`, two scalars. Decorate it with `@tf.function` to have it compiled.
         variables: What to differentiate by.
         data: Tensors or arrays with samples along their first dimension, in any nesting.
         micro_batch_size: Samples at a time, or `"auto"`: whole, and smaller after an out-of-memory error.
             Inside of a `tf.function` errors cannot be caught, so there it must be a number.
+        has_aux: Whether `loss_fn` returns `(loss, aux)`, where `aux` is anything nested that has a row for each
+            sample, such as predictions. Those of pieces are put one behind the other.
 
     Returns:
-        `(loss, gradients)`, the gradients in the order of `variables`, `None` where there is none.
+        `(loss, gradients)`, the gradients in the order of `variables`, `None` where there is none; with `has_aux`
+        `((loss, aux), gradients)`.
 
     Raises:
+        TypeError, ValueError: Something else was passed or returned than is expected. It says what.
         RecoveryFailedError: One sample at a time does not fit.
 
     Example:
@@ -61,6 +67,8 @@ def gradients(
     """
     backend = backends.current()
     size = checked_size(micro_batch_size)
+    variables = checked_variables(loss_fn, variables, backend.own_variables)
+    check_data(data)
     if backend.inside_graph():
         if size is None:
             raise ValueError(
@@ -68,8 +76,8 @@ def gradients(
                 "compiled function. Expected an int there, such as micro_batch_size=32; or call "
                 "`oomproof.gradients` outside of it."
             )
-        loss, found = backend.gradients(loss_fn, variables, data, size)
-        return loss, found
+        result, found = backend.gradients(loss_fn, variables, data, size, has_aux)
+        return result, found
     batch_size = backend.samples_in(data)
     size = size or _sizes.get(_code_of(loss_fn))
     memory = backend.memory()
@@ -77,8 +85,8 @@ def gradients(
     while True:
         shortage = None
         try:
-            loss, found = backend.gradients(loss_fn, variables, data, size)
-            return loss, found
+            result, found = backend.gradients(loss_fn, variables, data, size, has_aux)
+            return result, found
         except Exception as error:
             shortage = memory.shortage(error)
             if shortage is None:

@@ -36,16 +36,28 @@ def folder() -> pathlib.Path:
 
 def key(backend: Backend, model: Any, workload: Workload, limit: int, *settings: Any) -> str:
     """A name for everything a plan depends on."""
-    facts = {
-        "oomproof": [__version__, _RULES],
-        "backend": [backend.name, backend.versions()],
+    return name_of(
+        {
+            **facts(backend, model),
+            "rules": _RULES,
+            "workload": dataclasses.asdict(workload),
+            "limit": limit,
+            "settings": settings,
+            "environment": [os.environ.get(name) for name in _ENVIRONMENT],
+        }
+    )
+
+
+def facts(backend: Backend, model: Any) -> dict[str, Any]:
+    """What makes a step of a model: versions, layers, weights, loss, optimizer."""
+    return {
+        "versions": [__version__, backend.name, backend.versions()],
         "model": _description(model),
         "optimizer": _settings_of(model.optimizer),
-        "workload": dataclasses.asdict(workload),
-        "limit": limit,
-        "settings": settings,
-        "environment": [os.environ.get(name) for name in _ENVIRONMENT],
     }
+
+
+def name_of(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -57,14 +69,18 @@ def recall(name: str) -> Plan | None:
 
 
 def remember(name: str, plan: Plan) -> None:
-    """Whole or not at all: two runs may write the same plan at once."""
+    write(folder() / f"{name}.json", plan.to_json())
+
+
+def write(path: pathlib.Path, data: dict[str, Any]) -> None:
+    """Whole or not at all: two runs may write the same file at once."""
     try:
-        folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder(), suffix=".part", delete=False) as part:
-            part.write(json.dumps(plan.to_json()))
-        pathlib.Path(part.name).replace(folder() / f"{name}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
+            part.write(json.dumps(data))
+        pathlib.Path(part.name).replace(path)
     except OSError as error:
-        logger.debug(f"oomproof: the plan is not remembered: {error}")
+        logger.debug(f"oomproof: {path.name} is not remembered: {error}")
 
 
 def forget() -> int:
@@ -78,7 +94,11 @@ def forget() -> int:
 def _description(model: Any) -> Any:
     """What a model is: its layers, their settings and their weights, and its code where that is its own."""
     weights = [(v.path, list(v.shape), str(v.dtype), bool(v.trainable)) for v in model.variables]
-    policies = [(layer.path, layer.dtype_policy.name, type(layer).__name__) for layer in model._flatten_layers()]
+    # A frozen layer may behave otherwise though it has no weight that would show it.
+    policies = [
+        (layer.path, layer.dtype_policy.name, type(layer).__name__, layer.trainable)
+        for layer in model._flatten_layers()
+    ]
     try:
         config = model.get_config()
     except NotImplementedError:

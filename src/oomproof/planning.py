@@ -346,10 +346,15 @@ def _table(request: Request, options: Sequence[_Option], taken: _Option) -> tupl
 
     told = sorted(options, key=rank)[:_ROWS]
     return tuple(
-        Alternative(each.name, each.predicted, each.time, not each.caveats, each is taken, _why(request, each, taken))
+        Alternative(each.name, each.predicted, each.time, _exact(each), each is taken, _why(request, each, taken))
         for each in options
         if each in told
     )
+
+
+def _exact(option: _Option) -> bool | None:
+    """Plain steps are exact; what changes them has to be proven, unless it is known not to be."""
+    return False if option.caveats else None if option.levers else True
 
 
 def _too_much(request: Request, option: _Option) -> int:
@@ -366,7 +371,7 @@ def _why(request: Request, option: _Option, taken: _Option) -> str:
             return "taken: it fits as it is"
         if "batch_statistics" in taken.levers:
             return "taken: the fastest that fits; nothing exact does"
-        return "taken: the fastest that fits" + ("" if taken.caveats else " and is exact")
+        return "taken: the fastest that fits"
     if not option.levers <= request.allowed:
         return f"not allowed: needs allow={_set(option.levers - request.allowed)}"
     times = f"({option.time:.2f}× against {taken.time:.2f}×)"
@@ -404,7 +409,7 @@ def _ways_out(request: Request, own: Way, options: Sequence[_Option], closest: _
         # What needs more levers than another that fits is no news.
         if not _too_much(request, option) and not any(fewer <= missing for fewer in offered):
             offered.append(missing)
-            exact = f"not exact: {'; '.join(option.caveats)}" if option.caveats else "exact"
+            exact = f"not exact: {'; '.join(option.caveats)}" if option.caveats else "to be proven on the first batch"
             size, time = format_bytes(option.predicted), f"{option.time:.2f}× step time"
             yield f"allow={_set(request.allowed | missing)}: {option.name}, {size}, {time} ({exact})"
     sizes = range(1, request.batch_size)

@@ -16,6 +16,7 @@ from oomproof import devices, plan_cache, plan_looks, planning
 from oomproof.backends import current
 from oomproof.backends.base import Backend, DeviceMemory
 from oomproof.backends.common.calls import graphs
+from oomproof.backends.common.fingerprint import Fingerprint
 from oomproof.backends.common.model import statistics_caveat, unpack
 from oomproof.backends.common.precision import computed_in, policy_of
 from oomproof.errors import CannotFitError
@@ -166,7 +167,7 @@ class Planner:
         self._levers = levers if named_levers else levers - {"xla"}
         self._micro = micro_batch_size
         self._cache = cache
-        self._ways: tuple[Workload, list[planning.Way]] | None = None
+        self._ways: tuple[tuple[Workload, Fingerprint], list[planning.Way]] | None = None
         self._keys: dict[Plan, str] = {}
         self._first: Plan | None = None
 
@@ -182,8 +183,9 @@ class Planner:
         if self._cache and (known := plan_cache.recall(key)) is not None:
             self._keys[known] = key
             return known
-        if self._ways is None or self._ways[0] != workload:
-            self._ways = workload, list(self._all_ways(workload))
+        asked = workload, Fingerprint(self._model)
+        if self._ways is None or self._ways[0] != asked:
+            self._ways = asked, list(self._all_ways(workload))
         request = planning.Request(
             batch_size=_samples(workload),
             limit=limit,

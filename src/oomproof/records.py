@@ -8,6 +8,7 @@ import os
 import pathlib
 from typing import Any, Literal
 
+from oomproof.exactness import Exactness
 from oomproof.units import format_bytes
 
 Phase = Literal["train", "test", "predict"]
@@ -41,7 +42,7 @@ class Alternative:
         name: The levers it uses, such as `"4 × 256, recomputing 3 of 9"`.
         predicted: Bytes at the peak, or `None` when that is not known.
         relative_time: Time of a step, as a multiple of the plain one.
-        exact: Whether the outcome is that of the plain step, up to rounding.
+        exact: Whether the outcome is that of the plain step, up to rounding; `None` where that has to be proven.
         taken: Whether it is the plan.
         why: Why it was taken or not.
     """
@@ -49,7 +50,7 @@ class Alternative:
     name: str
     predicted: int | None
     relative_time: float
-    exact: bool
+    exact: bool | None
     taken: bool
     why: str
 
@@ -67,6 +68,7 @@ class Plan:
         lean_commit: Apply the update variable by variable from the host, when the device has no room for the
             new values beside the old ones. Slower.
         caveats: What is not exactly the same as on unlimited memory, in words.
+        exactness: What training under this plan was proven to be; `None` where nothing was proven yet.
         batch_size: The batch it was made for, or `None`.
         predicted: Bytes at the peak, or `None` when nobody looked.
         limit: Bytes it was to fit into, or `None`.
@@ -82,6 +84,7 @@ class Plan:
     precision: str | None = None
     lean_commit: bool = False
     caveats: tuple[str, ...] = ()
+    exactness: Exactness | None = None
     batch_size: int | None = None
     predicted: int | None = None
     limit: int | None = None
@@ -110,12 +113,20 @@ class Plan:
         expected = self._expected()
         if not expected:
             return ", ".join(parts)
-        exact = f"not exact: {'; '.join(self.caveats)}" if self.caveats else "exact"
-        return f"{', '.join(parts)}: {expected} ({exact})"
+        return f"{', '.join(parts)}: {expected} ({self._exact()})"
+
+    def _exact(self) -> str:
+        if self.caveats:
+            return str(Exactness("not exact", self.caveats))
+        if self.exactness is not None:
+            return str(self.exactness)
+        plain = self._cut().endswith(("whole", "whole batches")) and not self.recompute
+        return str(Exactness()) if plain else "to be proven on the first batch"
 
     def __str__(self) -> str:
         if not self._expected():
-            return self.sentence + "".join(f"\n  not exact: {caveat}" for caveat in self.caveats)
+            unproven = self.caveats if self.exactness is None else ()
+            return self.sentence + "".join(f"\n  not exact: {caveat}" for caveat in unproven)
         return "\n".join([*_alternatives(self.alternatives), self.sentence])
 
     def _cut(self) -> str:
@@ -146,7 +157,8 @@ class Plan:
     def from_json(cls, data: dict[str, Any]) -> Plan:
         lists = {name: tuple(data.get(name, ())) for name in ("recompute", "caveats")}
         alternatives = tuple(Alternative(**each) for each in data.get("alternatives", ()))
-        return cls(**{**data, **lists, "alternatives": alternatives})
+        exactness = None if data.get("exactness") is None else Exactness.from_json(data["exactness"])
+        return cls(**{**data, **lists, "exactness": exactness, "alternatives": alternatives})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the record as JSON."""
@@ -207,6 +219,7 @@ class Run:
         seconds: Wall time.
         events: What happened, in order.
         host_peak: Most RAM that this process and those it started were seen to hold between steps, or `None`.
+        exactness: How its training relates to the same training with unlimited memory.
     """
 
     backend: str
@@ -219,6 +232,7 @@ class Run:
     seconds: float
     events: tuple[Event, ...] = ()
     host_peak: int | None = None
+    exactness: Exactness = dataclasses.field(default_factory=Exactness)
 
     @property
     def ooms(self) -> int:
@@ -236,6 +250,7 @@ class Run:
                 "device": Device(**data["device"]),
                 "plan": Plan.from_json(data["plan"]),
                 "events": tuple(Event(**event) for event in data["events"]),
+                "exactness": Exactness.from_json(data.get("exactness") or Exactness().to_json()),
             }
         )
 
@@ -257,65 +272,9 @@ class Run:
             + ("" if self.budget is None else f" of a budget of {format_bytes(self.budget)}"),
             *([] if self.host_peak is None else [f"host memory: {format_bytes(self.host_peak)}"]),
             f"out of memory: {self.ooms} {'time' if self.ooms == 1 else 'times'}",
+            *([f"training: {self.exactness}"] if self.steps.get("train") else []),
         ]
         return "\n".join(lines + [f"  {event}" for event in self.events])
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """How far the micro-batched gradient of one variable is from the full-batch one."""
-
-    variable: str
-    absolute: float
-    relative: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Verification:
-    """The outcome of `verify`: is a micro-batched step the same as a full-batch one for this model?
-
-    Attributes:
-        exact: Whether every gradient and the loss agree up to rounding.
-        batch_size: Samples compared.
-        micro_batch_size: Largest piece.
-        tolerance: Largest relative difference that counts as rounding.
-        loss: Relative difference of the loss.
-        differences: Per variable, largest first.
-        culprits: What breaks exactness, in words; empty when exact.
-        notes: What is worth knowing though it breaks nothing.
-    """
-
-    exact: bool
-    batch_size: int
-    micro_batch_size: int
-    tolerance: float
-    loss: float
-    differences: tuple[Difference, ...]
-    culprits: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return self.exact
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        verdict = "exact" if self.exact else "NOT exact"
-        lines = [
-            f"batch of {self.batch_size} in pieces of at most {self.micro_batch_size}: {verdict} "
-            f"(tolerance {self.tolerance:.0e}, loss differs by {self.loss:.1e})"
-        ]
-        lines += [f"  broken by {culprit}" for culprit in self.culprits]
-        lines += [f"  note: {note}" for note in self.notes]
-        width = max((len(d.variable) for d in self.differences[:10]), default=0)
-        lines += [
-            f"  {d.variable:<{width}}  relative {d.relative:.1e}  absolute {d.absolute:.1e}"
-            for d in self.differences[:10]
-        ]
-        if len(self.differences) > 10:
-            lines.append(f"  … and {len(self.differences) - 10} variables that differ less")
-        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -436,7 +395,7 @@ def _alternatives(rows: tuple[Alternative, ...]) -> list[str]:
             row.name,
             "?" if row.predicted is None else format_bytes(row.predicted),
             f"{row.relative_time:.2f}×",
-            "yes" if row.exact else "no",
+            {True: "yes", False: "no", None: "to prove"}[row.exact],
             row.why,
         )
         for row in rows

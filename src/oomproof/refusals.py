@@ -77,9 +77,10 @@ def cutting_is_not_allowed(size: int) -> CannotFitError:
     )
 
 
-def cutting_is_not_exact(size: int, caveats: Sequence[str]) -> CannotFitError:
+def not_exact(size: int, pieces: int, why: Sequence[str]) -> CannotFitError:
+    how = f"cut into {pieces} pieces" if pieces > 1 else "computed with parts of the model recomputed"
     return CannotFitError(
-        f"The batch of {size} would have to be cut, which is not exact for this model: {'; '.join(caveats)}. "
+        f"The batch of {size} would have to be {how}, which is not exact for this model: {'; '.join(why)}. "
         'Allow it with allow="default", lower the batch size, or replace what is named '
         "(GroupNormalization and LayerNormalization do not mix samples)."
     )

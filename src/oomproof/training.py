@@ -13,20 +13,24 @@ from typing import Any
 
 from oomproof import backends
 from oomproof.backends.common.callbacks import epochs_told
+from oomproof.backends.common.model import overrides
 from oomproof.backends.common.precision import compiled, trained_in
+from oomproof.backends.common.seam import FUNCTIONS
 from oomproof.batches import Settings
 from oomproof.data.slices import feed_in_slices
 from oomproof.diagnosis.explaining import explain
 from oomproof.driver import Driver
+from oomproof.drivers import Drivers
 from oomproof.errors import RecoveryFailedError
 from oomproof.plans import Planner, allowed
-from oomproof.records import Plan, Run
+from oomproof.proof_cache import ProofCache
+from oomproof.records import Phase, Plan
 from oomproof.step.split import checked_size
 from oomproof.units import parse_budget
 
 _WRAPPED = ("fit", "evaluate", "predict", "compile", "quantize", "train_on_batch", "test_on_batch", "predict_on_batch")
+_MAKERS: dict[str, Phase] = {f"make_{function}": phase for phase, function in FUNCTIONS.items()}
 _GUARD = "_oomproof_guard"
-_PHASES = ("train", "test", "predict")
 logger = logging.getLogger("oomproof")
 
 
@@ -82,6 +86,7 @@ def guard(
         exact_only="batch_statistics" not in levers,
         start=_checked_plan(plan),
         propose=planner.propose,
+        proofs=ProofCache(backend, model),
     )
     if verbose not in ("auto", 0, 1, 2):
         raise ValueError(f'Expected `verbose` to be "auto", 0, 1 or 2. Received: verbose={verbose!r}')
@@ -154,7 +159,7 @@ def _checked_plan(plan: Plan | None) -> Plan | None:
 
 
 class _Guard:
-    """What is attached to a guarded model: Keras's methods, wrapped, and the driver of its batches."""
+    """What is attached to a guarded model: Keras's methods, wrapped, and the drivers of its batches."""
 
     def __init__(self, backend: Any, model: Any, settings: Settings, planner: Planner, verbose: int | str) -> None:
         self._backend = backend
@@ -163,36 +168,54 @@ class _Guard:
         self._planner = planner
         self._changes = contextlib.ExitStack()
         self._verbose = verbose
-        self._driver: Driver | None = None
+        self._drivers = Drivers(backend, model, settings)
+        self._followed = False
         self._depth = 0
         self._told: set[str] = set()
+        self._taken: list[str] = []
         self._own: dict[str, Any] = {}
 
     def attach(self) -> None:
         # Not through Keras's __setattr__, which would track what it is given as part of the model.
         object.__setattr__(self._model, _GUARD, self)
+        # A maker of the user's own is left as it is.
+        self._taken = [*_WRAPPED, *(maker for maker in _MAKERS if not overrides(self._model, maker))]
         # Keras puts some methods on the instance itself, and so may the user.
-        self._own = {name: vars(self._model)[name] for name in _WRAPPED if name in vars(self._model)}
-        for name in _WRAPPED:
+        self._own = {name: vars(self._model)[name] for name in self._taken if name in vars(self._model)}
+        for name in self._taken:
             object.__setattr__(self._model, name, self._wrapped(name, getattr(self._model, name)))
 
     def detach(self) -> None:
         self._backend.uninstall(self._model)
         if self._settings.start is not None and self._settings.start.changes_model:
             # The step was made for the model as it was changed.
-            self._driver = None
+            self._start_over()
         self._changes.close()
-        for name in (*_WRAPPED, _GUARD):
+        for name in (*self._taken, _GUARD):
             vars(self._model).pop(name, None)
         vars(self._model).update(self._own)
 
+    def _start_over(self) -> None:
+        self._drivers.forget()
+        self._followed = False
+
     def _wrapped(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        if name in _MAKERS:
+
+            @functools.wraps(method)
+            def make(force: bool = False) -> Any:
+                return self._make(_MAKERS[name], method, force)
+
+            return make
+
         if name in ("compile", "quantize"):
 
             @functools.wraps(method)
             def change(*args: Any, **kwargs: Any) -> Any:
                 # Another loss or optimizer, or other weights, are another step.
-                self._driver = None
+                if self._depth:
+                    self._drivers.settle()
+                self._start_over()
                 self._changes.close()
                 return method(*args, **kwargs)
 
@@ -215,47 +238,68 @@ class _Guard:
             self._plan_changes(bound.arguments)
         if name == "fit" and (told := feed_in_slices(bound.arguments)) is not None and verbose != 0:
             logger.warning(f"oomproof: {told}")
-        driver = self._ready()
-        driver.begin(silent=verbose == 0, may_grow=not name.endswith("on_batch"))
+        self._drivers.begin(silent=verbose == 0, may_grow=not name.endswith("on_batch"))
+        self._ready()
+        drivers = self._drivers
         self._depth += 1
         try:
             if name == "fit" and "callbacks" in bound.signature.parameters:
-                with epochs_told(bound.arguments.get("callbacks"), driver.begin_epoch) as callbacks:
+                with epochs_told(bound.arguments.get("callbacks"), drivers.begin_epoch) as callbacks:
                     bound.arguments["callbacks"] = callbacks
                     result = method(*bound.args, **bound.kwargs)
             else:
                 result = method(*bound.args, **bound.kwargs)
         except RecoveryFailedError as error:
-            error.run = self._record(driver)
+            error.run = drivers.record()
             error.history = getattr(self._model, "history", None) if name == "fit" else None
             # Keras re-raises "from None"; the framework's own error is what the user needs to see.
-            error.__cause__ = driver.last_error
-            error.diagnosis = explain(driver.last_error or error, model=self._model)
+            error.__cause__ = drivers.last_error
+            error.diagnosis = explain(drivers.last_error or error, model=self._model)
             raise
         except BaseException:
             # Steps that are still on their way must not fail unseen, with the model's values in them.
             with contextlib.suppress(Exception):
-                driver.settle()
+                drivers.settle()
             raise
         finally:
             self._depth -= 1
         if name == "fit" and result is not None:
-            result.run = self._record(driver)
+            result.run = drivers.record()
             if any(event.kind == "oom" and event.phase == "train" and not event.step for event in result.run.events):
                 self._planner.learned(result.run.plan)
         return result
 
+    @property
+    def _driver(self) -> Driver:
+        return self._drivers.ready()
+
     def _ready(self) -> Driver:
-        """The driver, made anew after `compile` and `quantize`, with our functions where Keras looks for its own."""
+        """The driver, for a model that is as the plan wants it, with our functions where Keras looks for its own."""
         self._backend.check_model(self._model)
-        if self._driver is None:
+        if not self._followed:
             self._follow(self._settings.start)
-            self._driver = Driver(self._backend.step(self._model), self._backend.memory(), self._settings)
-        left_out = set(_PHASES) - set(self._backend.install(self._model, self._driver.run, self._driver.settle))
+            self._followed = True
+        left_out = set(FUNCTIONS) - self._install()
         for phase in sorted(left_out - self._told):
             logger.warning(f"oomproof: the model has its own {phase}_step, which is left to Keras and not guarded")
         self._told |= left_out
         return self._driver
+
+    def _install(self) -> set[str]:
+        """Puts our functions in place; returns the phases they are for. One that was taken away is one made anew."""
+        for phase, function in FUNCTIONS.items():
+            if getattr(self._model, function, None) is None:
+                self._drivers.remade(phase)
+        return set(self._backend.install(self._model, self._drivers.run, self._drivers.settle))
+
+    def _make(self, phase: Phase, method: Callable[..., Any], force: bool) -> Any:
+        """In the place of Keras's makers: what was traced goes, our function stays. Also in the middle of `fit`."""
+        if force:
+            self._drivers.remade(phase)
+        if phase not in self._install() or getattr(self._model, FUNCTIONS[phase]) is None:
+            # A step of the user's own, or what Keras has an error of its own for.
+            return method(force=force)
+        return getattr(self._model, FUNCTIONS[phase])
 
     def _follow(self, plan: Plan | None) -> None:
         """Changes the model as a plan says, until `unguard` or another `compile`."""
@@ -271,10 +315,8 @@ class _Guard:
         if plan is not None and plan.changes_model:
             logger.warning(f"oomproof: {plan.sentence}")
             self._settings = dataclasses.replace(self._settings, start=plan)
-            self._driver = None
-
-    def _record(self, driver: Driver) -> Run:
-        return driver.record(self._backend.name, self._backend.versions())
+            self._drivers.settings = self._settings
+            self._start_over()
 
     def _check_batch_size(self, name: str, arguments: dict[str, Any]) -> None:
         if name not in ("fit", "evaluate", "predict"):

@@ -6,18 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from oomproof import backends
-from oomproof.backends.common.compare import culprits, outputs_recorded, without_randomness
-from oomproof.backends.common.model import call, statistics_layers
-from oomproof.records import Difference, Verification
+from oomproof import backends, proof
+from oomproof.backends.common.compare import culprits, outputs_recorded
+from oomproof.backends.common.draws import Rows
+from oomproof.backends.common.model import call
+from oomproof.backends.common.proving import compared, emulating, epsilon
+from oomproof.exactness import Exactness
 from oomproof.step.split import checked_size, largest_piece, piece_bounds, piece_count
+from oomproof.verification_record import Difference, Verification
 
 
 def verify(model: Any, x: Any, y: Any = None, *, micro_batch_size: int, sample_weight: Any = None) -> Verification:
-    """Compares the micro-batched gradient of a batch with the full-batch one.
+    """Compares a training step in pieces with the same step on the whole batch, by everything a step writes.
 
-    Nothing is trained: no weight, statistic, metric or seed changes. Layers that draw random numbers (dropout)
-    run as in inference, since pieces draw other numbers than the whole batch.
+    Nothing is trained: no weight, statistic, metric or seed changes. Random layers draw the same numbers in pieces as
+    in the whole batch; where training in pieces could not do that, the outcome says so.
 
     Args:
         model: A compiled model.
@@ -27,7 +30,8 @@ def verify(model: Any, x: Any, y: Any = None, *, micro_batch_size: int, sample_w
         sample_weight: Weights of the samples.
 
     Returns:
-        A `Verification`: `exact` or what breaks it, and the difference per variable. True when exact.
+        A `Verification`: exact or what breaks it, and the difference per variable. True when it is exact, at least but
+        for random numbers.
 
     Example:
 
@@ -48,48 +52,38 @@ def verify(model: Any, x: Any, y: Any = None, *, micro_batch_size: int, sample_w
             "Expected `micro_batch_size` to be smaller than the batch. "
             f"Received: micro_batch_size={micro_batch_size}, batch of {batch_size}"
         )
-    step = backend.step(model)
+    step: Any = backend.step(model)
     step.prepare(data, "train")
-    with without_randomness(model) as random:
-        whole_loss, whole = step.gradients(data, 1)
-        split_loss, split = step.gradients(data, pieces)
-        tolerance = _tolerance(model)
-        names = [variable.path for variable in model.trainable_variables]
-        # A gradient that is zero but for rounding is not held to its own size.
-        floor = 1e-5 * max((float(np.max(np.abs(g), initial=0.0)) for g in whole if g is not None), default=0.0)
-        differences = sorted(
-            (_difference(*three, floor) for three in zip(names, whole, split, strict=True)),
-            key=lambda difference: -difference.relative,
-        )
-        loss = abs(whole_loss - split_loss) / max(abs(whole_loss), 1e-12)
-        exact = loss <= tolerance and all(difference.relative <= tolerance for difference in differences)
-        blamed: list[str] = []
-        if not exact:
-            blamed = _blame(backend, step, model, data, piece_bounds(batch_size, pieces), tolerance)
-    notes = list(step.notes())
-    if random:
-        notes.append(f"compared without the randomness of {', '.join(random)}")
+    why = step.caveats() + step.odd_losses(data)
+    found = compared(step, data, pieces)
+    other = step.engine.other_numbers()
+    exactness, blamed = Exactness("exact but for random numbers", other) if other else Exactness(), list[str]()
+    if why or found.disagreements:
+        exactness = Exactness("not exact", why or (proof.summary(found.disagreements),))
+        blamed = [*_blame(backend, step, model, data, pieces), *why] or list(exactness.why)
+    loss = found.made["log loss"] - found.asked["log loss"] if "log loss" in found.asked else np.zeros(())
     return Verification(
-        exact=exact,
+        exactness=exactness,
         batch_size=batch_size,
         micro_batch_size=largest_piece(batch_size, pieces),
-        tolerance=tolerance,
-        loss=loss,
-        differences=tuple(differences),
+        tolerance=proof.tolerance(epsilon(model, step.engine)),
+        loss=float(np.abs(loss)) / max(float(np.abs(found.asked.get("log loss", 1.0))), 1e-12),
+        differences=tuple(_differences(found.asked, found.made)),
         culprits=tuple(blamed),
-        notes=tuple(notes),
+        notes=tuple(step.notes()),
     )
 
 
-def _tolerance(model: Any) -> float:
-    """Rounding of the coarsest precision the model computes in, with room for sums in another order."""
-    precisions = {layer.compute_dtype for layer in model._flatten_layers()}
-    if precisions & {"float16", "bfloat16"}:
-        return 5e-2
-    return 1e-9 if precisions <= {"float64", None} else 2e-4
+def _differences(whole: proof.Values, split: proof.Values) -> list[Difference]:
+    gradients = [name for name in whole if name.startswith(proof.GRADIENT)]
+    # A gradient that is zero but for rounding is not held to its own size.
+    largest = max((float(np.max(np.abs(whole[n]), initial=0.0)) for n in gradients if whole[n] is not None), default=0)
+    found = [_difference(name, whole[name], split.get(name), 1e-5 * largest) for name in gradients]
+    return sorted(found, key=lambda difference: -difference.relative)
 
 
 def _difference(name: str, whole: Any, split: Any, floor: float) -> Difference:
+    name = name.removeprefix(proof.GRADIENT)
     if whole is None or split is None:
         same = whole is None and split is None
         return Difference(name, 0.0 if same else float("inf"), 0.0 if same else float("inf"))
@@ -98,23 +92,17 @@ def _difference(name: str, whole: Any, split: Any, floor: float) -> Difference:
     return Difference(name, absolute, absolute / scale)
 
 
-def _blame(backend: Any, step: Any, model: Any, data: Any, bounds: Any, tolerance: float) -> list[str]:
-    """Names what differs: layers seen to mix samples, then losses that cannot be put together."""
+def _blame(backend: Any, step: Any, model: Any, data: Any, pieces: int) -> list[str]:
+    """Names layers that are seen to mix the samples of a batch."""
+    size = backend.samples_in(data)
 
-    def layer_calls(batch: Any) -> Any:
-        with outputs_recorded(model) as seen, backend.nothing_written(model):
-            call(model, batch[0], True)
+    def layer_calls(start: int, stop: int) -> Any:
+        rows = Rows(start, stop - start, size)
+        with outputs_recorded(model) as seen, backend.nothing_written(model), step.engine.drawing(rows, whole=True):
+            call(model, backend.part_of(data, start, stop)[0], True)
         return seen
 
-    whole = layer_calls(data)
-    pieces = [layer_calls(backend.part_of(data, start, stop)) for start, stop in bounds]
-    found = [f"layer {name}, which mixes the samples of a batch" for name in culprits(whole, pieces, tolerance)]
-    named = " ".join(found)
-    found += [
-        f"layer BatchNormalization {layer.path!r}, which normalises with the statistics of the batch"
-        for layer in statistics_layers(model)
-        if (layer.path or layer.name) not in named
-    ]
-    if not found:
-        found = list(step.caveats(data)) or ["the loss, or something outside of any layer, that mixes the samples"]
-    return found
+    with emulating(step.engine):
+        whole, *parts = [layer_calls(start, stop) for start, stop in [(0, size), *piece_bounds(size, pieces)]]
+    found = culprits(whole, parts, proof.tolerance(epsilon(model, step.engine)))
+    return [f"layer {name}, which mixes the samples of a batch" for name in found]

@@ -9,6 +9,9 @@ from keras import ops
 from keras.src.backend.common import dtypes
 from keras.src.losses import loss as keras_loss
 
+from oomproof.exactness import Exactness
+from oomproof.proving import Proving
+
 if BACKEND == "jax":
     import jax
 
@@ -61,3 +64,20 @@ def weights_as_given():
     )
     yield
     keras_loss.apply_mask = original
+
+
+# Where proofs are made as they are for a user. Elsewhere what is proven is what the tests themselves compare.
+_PROVING = {"test_docs", "test_fuzz", "test_keras_own", "test_proof", "test_verify"}
+
+
+@pytest.fixture(autouse=True)
+def proofs_taken_for_granted(request, monkeypatch):
+    """A proof takes longer than most of the trainings it is for. `@pytest.mark.proven` asks for it."""
+    if request.module.__name__ in _PROVING or request.node.get_closest_marker("proven"):
+        return
+
+    def granted(proving, data, pieces):
+        caveats = proving._step.caveats() if pieces > 1 else ()
+        return Exactness("not exact", caveats) if caveats else Exactness()
+
+    monkeypatch.setattr(Proving, "__call__", granted)

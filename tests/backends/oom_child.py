@@ -19,6 +19,7 @@ if os.environ.get("KERAS_BACKEND") in ("jax", "torch"):
 import keras
 import numpy as np
 import oom_memory
+import psutil
 from oom_memory import MIB
 from oom_models import (
     BATCH,
@@ -42,6 +43,9 @@ from oomproof.records import Run
 BACKEND = keras.backend.backend()
 LIMIT = int(sys.argv[2])
 OPTIONS = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+if "floatx" in OPTIONS:
+    keras.config.set_floatx(OPTIONS["floatx"])
+    keras.config.set_dtype_policy(OPTIONS["floatx"])
 LINES: list[str] = []  # What oomproof logged.
 MEMORY = oom_memory.limited(BACKEND, LIMIT)
 # A plan is followed and no other made: here memory is to run out.
@@ -83,7 +87,7 @@ def trained(path, callbacks=(), epochs=2, prepare=None, **guarded):
         if prepare:
             prepare(model)
     history = model.fit(data, epochs=epochs, verbose=2, shuffle=False, callbacks=[*callbacks, recorder])
-    facts = {name: getattr(recorder, name) for name in ("current", "peaks", "iterations", "seen")}
+    facts = {name: getattr(recorder, name) for name in ("current", "peaks", "iterations", "seen", "resident")}
     report(model, path, history, pulls=data.pulls, **facts)
 
 
@@ -129,7 +133,8 @@ def repeatedly(path):
 
     step.train = train
     history = model.fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=[GiveBack(), recorder])
-    report(model, path, history, pulls=data.pulls, seen=recorder.seen, iterations=recorder.iterations)
+    facts = {name: getattr(recorder, name) for name in ("iterations", "seen", "resident")}
+    report(model, path, history, pulls=data.pulls, **facts)
 
 
 def anew(path):
@@ -141,7 +146,7 @@ def anew(path):
         history = oomproof.fit(model, data, **calls, **RECOVERY) if LIMIT else model.fit(data, **calls)
         losses += history.history["loss"]
         ooms.append(history.run.ooms if LIMIT else 0)
-    facts = {name: getattr(recorder, name) for name in ("current", "iterations", "seen")}
+    facts = {name: getattr(recorder, name) for name in ("iterations", "seen", "resident")}
     report(model, path, None, losses=losses, pulls=data.pulls, ooms=ooms, **facts)
 
 
@@ -260,8 +265,6 @@ def budget(path):
 
 def steps(path):
     """Many tiny guarded steps: does the process grow?"""
-    import psutil
-
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)])
     model.compile("adam", "mse", metrics=["mae"])

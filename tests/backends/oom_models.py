@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import psutil
 
 BATCH, STEPS = 128, 4
 
@@ -39,12 +40,12 @@ class Counting(keras.utils.PyDataset):
 
 
 class Recorder(keras.callbacks.Callback):
-    """Memory and optimizer steps after every batch, sample counts after every epoch."""
+    """Memory and optimizer steps after every batch, sample counts and the size of the process after every epoch."""
 
     def __init__(self, memory):
         super().__init__()
         self.memory = memory
-        self.current, self.peaks, self.iterations, self.seen = [], [], [], []
+        self.current, self.peaks, self.iterations, self.seen, self.resident = [], [], [], [], []
 
     def on_train_batch_begin(self, batch, logs=None):
         self.memory.reset_peak()
@@ -57,6 +58,7 @@ class Recorder(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         counts = keras.ops.convert_to_numpy(self.model.seen.counts)
         self.seen.append([float(np.min(counts)), float(np.max(counts))])
+        self.resident.append(psutil.Process().memory_info().rss)
 
 
 class Ballast(keras.callbacks.Callback):

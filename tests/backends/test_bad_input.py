@@ -168,6 +168,63 @@ def test_bad_verbose(verbose):
         oomproof.guard(make_model(), verbose=verbose)
 
 
+# Gradients for loops of one's own
+
+
+def losses(x, y):
+    return keras.losses.mean_squared_error(y, x)
+
+
+def mistakes(model):
+    """(arguments of `gradients`, error, words) by what was mistaken."""
+    variables = model.trainable_variables
+    return {
+        "swapped": ((variables, losses, (X, Y)), TypeError, r"gradients\(loss_fn, variables, data\)"),
+        "losses, not a function": ((X, variables, (X, Y)), TypeError, "`loss_fn` to be a function.* type ndarray"),
+        "a model for a function": ((model, variables, (X, Y)), TypeError, "`loss_fn` to be a function.* Sequential"),
+        "a model for variables": (
+            (losses, model, (X, Y)),
+            TypeError,
+            r"model\.trainable_variables.* the Sequential it",
+        ),
+        "a layer for variables": ((losses, model.layers[0], (X, Y)), TypeError, "the Dense itself"),
+        "one variable": ((losses, variables[0], (X, Y)), TypeError, "list of variables.* of type"),
+        "no list": ((losses, 3, (X, Y)), TypeError, "list of variables.* Received: variables of type int"),
+        "None": ((losses, None, (X, Y)), TypeError, "Received: variables of type NoneType"),
+        "no variables": ((losses, [], (X, Y)), ValueError, "at least one variable. Received: none. A model that is"),
+        "weights": ((losses, model.get_weights(), (X, Y)), TypeError, r"Received: variables\[0\] of type ndarray"),
+        "layers": ((losses, model.layers, (X, Y)), TypeError, r"Received: variables\[0\] of type Dense"),
+        "no data": ((losses, variables, ()), ValueError, r"Received: data=\(\), which holds none"),
+        "data of None": ((losses, variables, None), ValueError, "Received: data=None, which holds none"),
+        "an empty batch": ((losses, variables, (X[:0], Y[:0])), ValueError, r"at least one sample.* shape \(0, 3\)"),
+        "plain numbers": ((losses, variables, (1.0, 2)), TypeError, "Received: plain numbers, such as 1.0"),
+        "a list of numbers": ((losses, variables, ([1, 2], [3, 4])), TypeError, "numbers, such as 1. Make one array"),
+        "no samples": ((losses, variables, (X, np.float32(1))), ValueError, "Received: a scalar, which has no samples"),
+        "a text": ((losses, variables, (X, "labels")), TypeError, "Received: a str"),
+        "a generator": ((losses, variables, iter([(X, Y)])), TypeError, "Received: a list_iterator"),
+    }
+
+
+@pytest.mark.parametrize("size", ["auto", 4])
+@pytest.mark.parametrize("mistake", mistakes(make_model()))
+def test_gradients_with_the_wrong_arguments(mistake, size):
+    arguments, error, words = mistakes(make_model())[mistake]
+    with pytest.raises(error, match=words):
+        oomproof.gradients(*arguments, micro_batch_size=size)
+
+
+def test_gradients_of_pieces_larger_than_the_batch():
+    model = make_model()
+
+    def loss_fn(x, y):
+        return keras.losses.mean_squared_error(y, model(x))
+
+    whole, larger = (
+        oomproof.gradients(loss_fn, model.trainable_variables, (X, Y), micro_batch_size=size) for size in ("auto", 99)
+    )
+    np.testing.assert_array_equal(*(keras.ops.convert_to_numpy(loss) for loss, _ in (whole, larger)))
+
+
 # Errors that come from the data
 
 

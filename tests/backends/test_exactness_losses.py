@@ -220,3 +220,16 @@ class OwnLossFromBatch(OwnLoss):
 
 def test_own_compute_loss_without_compiled_loss():
     check_exact(lambda: compiled(OwnLossFromBatch(), None), numbers(), numbers(width=2, seed=1))
+
+
+class OwnReduction(keras.losses.Loss):
+    """Comes from Keras, as one in its own tests does, and reduces in its own way all the same."""
+
+    __module__ = "keras.src.testing"
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return ops.sum(ops.square(y_pred)) + ops.max(y_true)
+
+
+def test_a_loss_of_kerass_that_reduces_by_itself():
+    check_exact(lambda: regressor(loss=OwnReduction()), numbers(), numbers(width=2, seed=1))

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from here import modes, only
-from hooks import watched
+from hooks import Faults, Faulty, watched
 from keras import layers, ops
 from models import (
     BATCH,
@@ -296,3 +296,50 @@ def test_evaluation_leaves_statistics_alone():
     model.predict(numbers(), batch_size=BATCH, verbose=0)
     for name, value in snapshot(model).items():
         np.testing.assert_array_equal(value, before[name], err_msg=name)
+
+
+class CountsOutside(layers.Layer):
+    """Counts calls in a variable that is not Keras's, inside of another function."""
+
+    def __init__(self):
+        super().__init__()
+        import tensorflow as tf
+
+        self.count, self.only_read = (tf.Variable(0.0, dtype=self.dtype) for _ in range(2))
+        self.counted = tf.function(lambda x: x + 0.0 * self.count.assign_add(1.0))
+
+    def call(self, x):
+        return self.counted(x) + self.only_read
+
+
+@pytest.mark.proven
+@only("tensorflow", because="variables that are not Keras's")
+@pytest.mark.parametrize("mode", modes("graph", "eager"))
+def test_variables_that_are_not_kerass_are_named(mode):
+    data = numbers(BATCH), numbers(BATCH, 2, seed=1)
+    model = made(lambda: regressor(CountsOutside()), mode)
+    (counting,) = (layer for layer in model.layers if isinstance(layer, CountsOutside))
+    counting.count.assign(5.0)
+    oomproof.guard(model, micro_batch_size=4, allow="exact")
+    with pytest.raises(oomproof.CannotFitError, match=r"counts_outside\.count"):
+        model.fit(*data, batch_size=BATCH, verbose=0)
+    assert float(counting.count) == 5.0
+    oomproof.unguard(model)
+    run = oomproof.guard(model, micro_batch_size=4).fit(*data, batch_size=BATCH, verbose=0).run
+    (caveat,) = run.plan.caveats
+    assert "counts_outside.count" in caveat
+    assert float(counting.count) == 8.0  # Once for each piece, and not for looking at it.
+
+
+@only("tensorflow", because="variables that are not Keras's")
+def test_variables_that_are_not_kerass_are_put_back_when_a_piece_fails():
+    faults = Faults()
+    model = oomproof.guard(made(lambda: regressor(CountsOutside(), Faulty(faults))), micro_batch_size=4)
+    (counting,) = (layer for layer in model.layers if isinstance(layer, CountsOutside))
+    data = numbers(BATCH), numbers(BATCH, 2, seed=1)
+    model.fit(*data, batch_size=BATCH, verbose=0)
+    before = float(counting.count)
+    faults.arm("forward", 2, ValueError("a fault of the test"))
+    with pytest.raises(Exception, match="a fault of the test"):
+        model.fit(*data, batch_size=BATCH, verbose=0)
+    assert float(counting.count) == before

@@ -222,10 +222,175 @@ def three(x, y):
     return ops.mean(x), 1.0, 2.0
 
 
-@pytest.mark.parametrize(("loss_fn", "message"), [(scalar, "scalar"), (three, "normaliser")])
-def test_losses_that_cannot_be_put_together(loss_fn, message):
-    with pytest.raises(ValueError, match=message):
-        oomproof.gradients(loss_fn, [], (numbers(BATCH), classes(BATCH)), micro_batch_size=4)
+def kept(x, y):
+    return ops.mean(x, keepdims=True)
+
+
+def predicted(x, y):
+    return ops.mean(x, axis=1), x
+
+
+def shortened(x, y):
+    return ops.mean(x, axis=1), 0.5
+
+
+def forgotten(x, y):
+    ops.mean(x, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "message"),
+    [
+        (scalar, ValueError, "Received: a scalar.* return it before it is reduced"),
+        (three, ValueError, "Received: a tuple of 3.* has_aux=True"),
+        (kept, ValueError, r"Received: shape \(1, 1\) for (4|12|any number of) samples"),
+        (predicted, ValueError, r"Received: a pair of shapes \(.+,\) and \(.+, 4\).* has_aux=True"),
+        (shortened, ValueError, r"two scalars.* Received: a pair of shapes \(.+,\) and \(\)"),
+        (forgotten, TypeError, "Expected `loss_fn` to return a loss for each sample.* Received: None"),
+    ],
+)
+@pytest.mark.parametrize("size", ["auto", 4])
+def test_losses_that_cannot_be_put_together(loss_fn, error, message, size):
+    with pytest.raises(error, match=message):
+        oomproof.gradients(loss_fn, [a_variable()], (numbers(BATCH), classes(BATCH)), micro_batch_size=size)
+
+
+def a_variable():
+    return keras.Variable(np.ones(3), name="some")
+
+
+def with_aux(model):
+    """Losses, and predictions for metrics in some nesting: with what is not there, and with counts."""
+
+    def loss_fn(x, y):
+        predictions = model(x, training=True)
+        right = ops.equal(ops.cast(ops.argmax(predictions, axis=-1), "int32"), ops.cast(y, "int32"))
+        losses = keras.losses.sparse_categorical_crossentropy(y, predictions)
+        return losses, {"predictions": predictions, "rest": (right, None, [x])}
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_auxiliary_outputs_of_pieces_are_put_one_behind_the_other(way):
+    model = made(classifier)
+    loss_fn, variables, data = with_aux(model), model.trainable_variables, (numbers(BATCH), classes(BATCH))
+    used = compiled(loss_fn) if way == "compiled loss" else loss_fn
+    _, expected = loss_fn(*(ops.convert_to_tensor(part) for part in data))
+    for size in (5,) if way == "inside" else (1, 5, BATCH, BATCH + 3):
+
+        def run(*data, size=size):
+            return oomproof.gradients(used, variables, data, micro_batch_size=size, has_aux=True)
+
+        run = compiled(run) if way == "inside" else run
+        (loss, aux), found = run(*(ops.convert_to_tensor(part) for part in data))
+        check(lambda *data: loss_fn(*data)[0], variables, data, (loss, found))
+        keras.tree.assert_same_structure(aux, expected)
+        for a, b in zip(keras.tree.flatten(aux), keras.tree.flatten(expected), strict=True):
+            if b is not None:
+                np.testing.assert_allclose(dense(a), dense(b), atol=1e-12)
+
+
+def test_auxiliary_outputs_beside_a_sum_and_a_normaliser():
+    model = made(tagger)
+    data, variables = (words(BATCH), tags(BATCH), weights(BATCH, STEPS)), model.trainable_variables
+
+    def loss_fn(x, y, weight):
+        return masked(model)(x, y, weight), model(x)
+
+    (loss, aux), found = oomproof.gradients(loss_fn, variables, data, micro_batch_size=5, has_aux=True)
+    check(masked(model), variables, data, (loss, found))
+    np.testing.assert_allclose(dense(aux), dense(model(data[0])), atol=1e-12)
+
+
+def test_auxiliary_outputs_after_an_out_of_memory_error():
+    faults = Faults()
+    model = made(lambda: classifier(Faulty(faults)))
+    data = numbers(BATCH), classes(BATCH)
+    _, expected = with_aux(model)(*(ops.convert_to_tensor(part) for part in data))
+    faults.arm("forward", 0, out_of_memory())
+    (_, aux), _ = oomproof.gradients(with_aux(model), model.trainable_variables, data, has_aux=True)
+    assert faults.raised
+    np.testing.assert_allclose(dense(aux["predictions"]), dense(expected["predictions"]), atol=1e-12)
+
+
+@only("jax", because="a loss function with `jax.jit`")
+def test_auxiliary_outputs_of_a_jitted_loss():
+    import jax
+
+    model = made(classifier)
+    data, variables, plain = (numbers(BATCH), classes(BATCH)), model.trainable_variables, with_aux(model)
+    jitted = jax.jit(lambda x, y: plain(x, y))
+    _, expected = plain(*(ops.convert_to_tensor(part) for part in data))
+    for _ in range(2):
+        (loss, aux), found = oomproof.gradients(jitted, variables, data, micro_batch_size=5, has_aux=True)
+        check(lambda *data: plain(*data)[0], variables, data, (loss, found))
+        np.testing.assert_allclose(dense(aux["predictions"]), dense(expected["predictions"]), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("aux", "words"),
+    [
+        (lambda x: ops.mean(x), r"row for each sample.* Received: shape \(\)"),
+        (lambda x: {"all": [x, ops.mean(x, axis=0)]}, r"row for each sample.* Received: shape \(4,\)"),
+        (lambda x: 3.0, r"row for each sample.* Received: shape \(\)"),
+        (lambda x: "accuracy", "row for each sample.* Received: a str"),
+    ],
+)
+@pytest.mark.parametrize("size", ["auto", 3])
+def test_auxiliary_outputs_without_rows(aux, words, size):
+    with pytest.raises((ValueError, TypeError), match=words):
+        oomproof.gradients(
+            lambda x, y: (ops.mean(x, axis=1), aux(x)),
+            [a_variable()],
+            (numbers(BATCH), classes(BATCH)),
+            micro_batch_size=size,
+            has_aux=True,
+        )
+
+
+@only("tensorflow", because="a loss function that is a `tf.function`")
+def test_auxiliary_outputs_without_rows_whose_size_is_not_known_while_tracing():
+    import tensorflow as tf
+
+    loss_fn = tf.function(lambda x, y: (ops.mean(x, axis=1), tf.reshape(x, (-1, 2))))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="does not have a row for each sample"):
+        oomproof.gradients(loss_fn, [a_variable()], (numbers(BATCH), classes(BATCH)), micro_batch_size=5, has_aux=True)
+
+
+def test_nothing_beside_the_loss_though_something_was_promised():
+    data = numbers(BATCH), classes(BATCH)
+    with pytest.raises(ValueError, match=r"\(loss, auxiliary outputs\), because of has_aux=True"):
+        oomproof.gradients(lambda x, y: ops.mean(x, axis=1), [a_variable()], data, has_aux=True)
+
+
+@only("tensorflow", because="sparse gradients")
+@pytest.mark.xfail(strict=True, reason="over_pieces puts all sparse rows one behind the other")
+@pytest.mark.parametrize("way", ["as it is", "compiled loss"])
+def test_rows_whose_indices_do_not_depend_on_the_batch_are_added(way):
+    """A position embedding. Put one behind the other, optimizers would see each piece by itself."""
+    model = made(positioned)
+    loss_fn, variables = per_sample(model), model.trainable_variables
+    data = words(BATCH), tags(BATCH)
+    used = compiled(loss_fn) if way == "compiled loss" else loss_fn
+    received = oomproof.gradients(used, variables, data, micro_batch_size=5)
+    check(loss_fn, variables, data, received)
+    (table,) = [g for v, g in zip(variables, received[1], strict=True) if "/positions/" in v.path]
+    np.testing.assert_array_equal(table.indices, np.arange(STEPS))
+
+
+class WithPositions(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions = layers.Embedding(WORDS, 4), layers.Embedding(STEPS, 4, name="positions")
+
+    def call(self, x):
+        return self.words(x) + self.positions(ops.arange(STEPS))
+
+
+def positioned():
+    inputs = keras.Input((STEPS,), dtype="int32")
+    return keras.Model(inputs, layers.Dense(CLASSES, activation="softmax")(WithPositions()(inputs)))
 
 
 def test_auto_runs_in_pieces_after_an_out_of_memory_error(caplog):
@@ -255,12 +420,12 @@ def test_auto_inside_a_graph():
 @pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-2, ValueError), (1.5, TypeError), ("many", TypeError)])
 def test_wrong_sizes(size, error):
     with pytest.raises(error, match="micro_batch_size"):
-        oomproof.gradients(scalar, [], (numbers(BATCH), classes(BATCH)), micro_batch_size=size)
+        oomproof.gradients(scalar, [a_variable()], (numbers(BATCH), classes(BATCH)), micro_batch_size=size)
 
 
 def test_samples_that_do_not_match():
     with pytest.raises(ValueError, match="same"):
-        oomproof.gradients(scalar, [], (numbers(BATCH), classes(3)), micro_batch_size=2)
+        oomproof.gradients(scalar, [a_variable()], (numbers(BATCH), classes(3)), micro_batch_size=2)
 
 
 def test_weights_are_left_alone():

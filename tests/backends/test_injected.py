@@ -373,7 +373,8 @@ def test_the_same_lines_and_the_same_record(caplog):
     assert (device["name"], device["limit"]) == ("CPU:0", None)
     assert found == {
         "budget": None,
-        "plan": oomproof.Plan(micro_batch_size=4).to_json(),
+        "plan": oomproof.Plan(micro_batch_size=4, exactness=oomproof.Exactness()).to_json(),
         "steps": {"train": 3, "test": 0, "predict": 0},
         "peak": None,
+        "exactness": oomproof.Exactness().to_json(),
     }

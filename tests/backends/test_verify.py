@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from here import BACKEND
 from keras import layers, ops
 from models import (
     BATCH,
@@ -72,7 +73,7 @@ def test_clean_models_are_exact_and_nothing_changes(case):
     before = state(model)
     found = oomproof.verify(model, x, y, micro_batch_size=5)
     assert found
-    assert found.exact
+    assert found.exact or (BACKEND == "torch" and found.exactness.word == "exact but for random numbers")
     assert not found.culprits
     assert {d.variable for d in found.differences} == {v.path for v in model.trainable_variables}
     assert "exact" in str(found)
@@ -147,10 +148,10 @@ class Sampling(layers.Layer):
         return x + keras.random.normal(ops.shape(x), seed=self.seed_generator, dtype=x.dtype)
 
 
-@pytest.mark.xfail(strict=True, reason="layers that draw random numbers in inference too cannot be told apart yet")
 def test_random_numbers_are_not_blamed_for_mixing_samples():
     found = oomproof.verify(made(lambda: classifier(Sampling())), numbers(BATCH), classes(BATCH), micro_batch_size=4)
-    assert not any("mixes" in culprit for culprit in found.culprits)
+    assert found
+    assert not found.culprits
 
 
 @pytest.mark.usefixtures("float64")
@@ -160,10 +161,10 @@ def test_double_precision_is_held_to_it():
     assert found.tolerance < 1e-8
 
 
-def test_dropout_is_noted():
+def test_dropout_is_named_where_pieces_draw_other_numbers():
     model = made(lambda: classifier(layers.Dropout(0.5, name="drops")))
     found = oomproof.verify(model, numbers(BATCH), classes(BATCH), micro_batch_size=4)
-    assert any("drops" in note for note in found.notes)
+    assert ("drops" in str(found)) == (BACKEND == "torch")
 
 
 def test_sample_weights():

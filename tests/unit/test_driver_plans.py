@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from oomproof.backends.fake import FakeMemory, FakeStep
 from oomproof.batches import Settings
 from oomproof.driver import Driver
+from oomproof.errors import InexactWarning
 from oomproof.records import Plan
 
 BATCH = list(range(256))
@@ -188,13 +191,13 @@ def test_a_given_plan_is_followed_and_no_other_made():
     assert events(driver) == []
 
 
-def test_what_a_plan_is_not_exact_in_is_on_record_where_there_was_no_memory_to_look():
-    proposals = Proposals(planned(recompute=("a",)), planned(micro_batch_size=64, caveats=INEXACT))
-    driver = driver_with(proposals, 1000, slope=10, inexact=INEXACT)
-    driver.step.caveats = lambda data: driver.memory.take(10**6, "step")
-    driver.run("train", BATCH)
-    assert driver.step.done[0][2] > 1
-    assert driver.plan.caveats == INEXACT
+def test_what_there_is_no_memory_to_prove_is_not_called_exact():
+    driver = driver_with(Proposals(planned(recompute=("a",))), 10_000, slope=10)
+    driver.step.prove = lambda *_, **__: driver.memory.take(10**6, "step")
+    with pytest.warns(InexactWarning, match="too little memory to prove"):
+        driver.run("train", BATCH)
+    assert driver.step.done == [("train", BATCH, 1)]
+    assert not driver.plan.exactness.holds
 
 
 def test_a_plan_may_be_to_apply_updates_in_place():

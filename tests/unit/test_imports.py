@@ -13,7 +13,7 @@ import pytest
 SOURCE = pathlib.Path(__file__).parents[2] / "src"
 FRAMEWORKS = {"tensorflow", "jax", "torch"}
 
-FOUNDATION = {"errors", "units", "records", "findings", "tracing", "host", "naming", "_version"}
+FOUNDATION = {"errors", "units", "exactness", "records", "findings", "tracing", "host", "naming", "_version"}
 LEAF_ROOMS = {"estimation", "profiling", "data", "parallel"}
 PURE_ROOMS = {"planning", "step.recover", "step.remat", "diagnosis", "reporting"}
 BELOW_TRAINING = (
@@ -26,15 +26,19 @@ BELOW_TRAINING = (
         "backends",
         "batches",
         "driver",
+        "drivers",
         "gauge",
         "journal",
         "probing",
+        "proof",
+        "proving",
         "refusals",
         "verification",
+        "verification_record",
         "loops",
     }
     | {"doctor"}
-    | {"plan_cache", "plan_looks", "plans"}
+    | {"plan_cache", "plan_looks", "plans", "proof_cache"}
 )
 
 # Which of our rooms a room may import, besides itself. A room is a module or a package of src/oomproof; where two
@@ -46,7 +50,11 @@ MAY_IMPORT = {
     "host": set(),
     # Imports what a user names, whatever that is.
     "naming": set(),
-    "records": {"units"},
+    "exactness": set(),
+    "records": {"units", "exactness"},
+    "verification_record": {"exactness"},
+    # Compares what steps write, whoever made them.
+    "proof": set(),
     "findings": {"units"},
     "tracing": {"records"},
     "planning": FOUNDATION | {"step", "step.remat"},
@@ -56,7 +64,7 @@ MAY_IMPORT = {
     "reporting": FOUNDATION,
     "devices": FOUNDATION | {"backends"},
     "step": FOUNDATION | {"step.recover"},
-    "backends": FOUNDATION,
+    "backends": FOUNDATION | {"proof", "step"},
     # A step and a device for tests, in the terms of the rooms they stand in for.
     "backends.fake": FOUNDATION | {"backends", "step"},
     "journal": FOUNDATION,
@@ -67,8 +75,12 @@ MAY_IMPORT = {
     "batches": FOUNDATION | {"step", "step.recover"},
     "gauge": FOUNDATION | {"step", "step.recover", "backends", "refusals"},
     "probing": FOUNDATION | {"step", "step.recover", "backends", "batches", "gauge", "journal"},
-    "driver": FOUNDATION | {"step", "step.recover", "backends", "batches", "gauge", "journal", "probing", "refusals"},
+    "driver": FOUNDATION
+    | {"step", "step.recover", "backends", "batches", "gauge", "journal", "probing", "proving", "refusals"},
+    "drivers": FOUNDATION | {"backends", "batches", "driver", "journal"},
+    "proving": FOUNDATION | {"backends", "batches", "step"},
     "plan_cache": FOUNDATION | {"backends"},
+    "proof_cache": FOUNDATION | {"backends", "plan_cache"},
     "plan_looks": FOUNDATION | {"estimation"},
     "plans": FOUNDATION | {"devices", "backends", "estimation", "planning", "plan_cache", "plan_looks"},
     "verification": BELOW_TRAINING,

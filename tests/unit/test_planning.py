@@ -14,6 +14,7 @@ from test_remat import all_runs, chains
 
 from oomproof import planning
 from oomproof.errors import CannotFitError
+from oomproof.exactness import Exactness
 from oomproof.planning import Request, Way
 from oomproof.records import Alternative, Plan
 from oomproof.step import remat
@@ -433,7 +434,7 @@ def test_a_plan_survives_json():
 
 SENTENCES = {
     "batch 1024 as 4 × 256, recomputing 3 of 9 segments: predicted 10.9 of 11.2 GiB, "
-    "about 1.2× step time (exact)": Plan(
+    "about 1.2× step time (to be proven on the first batch)": Plan(
         micro_batch_size=256,
         recompute=("a..b", "c"),
         batch_size=1024,
@@ -445,6 +446,14 @@ SENTENCES = {
     ),
     "batch 1024 whole: predicted 900 MiB of 1.0 GiB, about 1.0× step time (exact)": Plan(
         batch_size=1024, predicted=900 * MIB, limit=GIB, relative_time=1.0
+    ),
+    "batch 64 as 2 × 32: predicted 1.0 of 2.0 GiB, about 1.1× step time (exact but for random numbers (drop))": Plan(
+        micro_batch_size=32,
+        exactness=Exactness("exact but for random numbers", ("drop",)),
+        batch_size=64,
+        predicted=GIB,
+        limit=2 * GIB,
+        relative_time=1.1,
     ),
     "batch 64 whole, compiled with XLA, in mixed_bfloat16: predicted 5.0 of 8.0 GiB, about 0.5× step time "
     "(not exact: one; two)": Plan(

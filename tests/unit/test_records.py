@@ -6,7 +6,9 @@ import pathlib
 
 import pytest
 
-from oomproof.records import Device, Difference, Estimate, Event, Plan, Run, Verification
+from oomproof.exactness import Exactness
+from oomproof.records import Device, Estimate, Event, Plan, Run
+from oomproof.verification_record import Difference, Verification
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 GIB = 2**30
@@ -48,7 +50,7 @@ PLAIN_RUN = Run(
     seconds=0.0,
 )
 EXACT = Verification(
-    exact=True,
+    exactness=Exactness(),
     batch_size=32,
     micro_batch_size=8,
     tolerance=1e-5,
@@ -57,7 +59,7 @@ EXACT = Verification(
     notes=("Dropout draws other masks",),
 )
 NOT_EXACT = Verification(
-    exact=False,
+    exactness=Exactness("not exact", ("BatchNormalization 'bn'",)),
     batch_size=32,
     micro_batch_size=8,
     tolerance=1e-5,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
+from oomproof.exactness import Exactness
 from oomproof.records import Device, Phase
 from oomproof.tracing import Compiled, Trace, Workload
 
@@ -73,8 +74,14 @@ class Step(Protocol):
     # Stretches that are computed again in the backward pass. Setting it forgets programs that were made for others;
     # ValueError for labels that the model does not have.
     recompute: tuple[str, ...]
+    # What the model was when this step was made for it. Its caches are good for nothing else.
+    fingerprint: Any
+    # Whether Keras's own traces go on with the variables they were made with when the model has others.
+    traces_hold_variables: bool
     # Waits for every step that was believed, and runs those again that failed. The driver's.
     settle: Callable[[], None]
+    # What was learnt about how a batch may be cut, as JSON. Set where an earlier run has learnt it.
+    learnt: dict[str, Any]
     # What the steps died of that `land` returned.
     failure: Exception | None
 
@@ -84,6 +91,9 @@ class Step(Protocol):
 
     def prepare(self, data: Data, phase: Phase) -> None:
         """Builds model, optimizer and metrics where they are not built yet."""
+
+    def trace_key(self, phase: Phase, data: Data, spec: Any) -> Any:
+        """What Keras's own function would look its trace up by; `None` where it keeps none."""
 
     def batch_size(self, data: Data) -> int: ...
 
@@ -102,9 +112,6 @@ class Step(Protocol):
     def loss(self, data: Data, pieces: int) -> float:
         """The loss of a batch as in evaluation. Writes nothing."""
 
-    def gradients(self, data: Data, pieces: int) -> tuple[float, list[Any]]:
-        """Loss and gradients as dense arrays, unscaled. Writes nothing."""
-
     def land(self, everything: bool) -> Sequence[Flight]:
         """Waits for steps whose outcome was believed, all of them or all but the newest.
 
@@ -118,8 +125,17 @@ class Step(Protocol):
     def equal_pieces_only(self) -> bool:
         """Whether each piece size is compiled by itself, so that few sizes should be used."""
 
-    def caveats(self, data: Data) -> tuple[str, ...]:
-        """What a split batch, of which this is one, does not compute exactly as a whole one, in words."""
+    def caveats(self) -> tuple[str, ...]:
+        """What is known of this model without a look at data: what a split batch does not compute as a whole one."""
+
+    def prove(self, data: Data, samples: int, cut: bool) -> Exactness:
+        """Runs some samples whole and in pieces (`cut`), with what is recomputed now, and compares all that is written.
+
+        Nothing is written, and what was learnt on the way is kept in `learnt`.
+        """
+
+    def look(self, data: Data, pieces: int) -> Exactness | None:
+        """Compares what the pieces of this very batch give with what their halves give; `None` if nothing differs."""
 
     def notes(self) -> tuple[str, ...]:
         """What is worth knowing about a split batch though it is exact, in words."""
@@ -184,8 +200,16 @@ class Backend(Protocol):
     def inside_graph(self) -> bool:
         """Whether this code is being traced, so that errors cannot be caught when they happen."""
 
-    def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
-        """(loss, gradients) of the whole batch, with at most `micro` samples at a time."""
+    # What `gradients` can be by, beside Keras's variables.
+    own_variables: tuple[type, ...]
+
+    def gradients(
+        self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None, has_aux: bool
+    ) -> Any:
+        """(loss, gradients) of the whole batch, with at most `micro` samples at a time.
+
+        With `has_aux` the loss function returns (loss, auxiliary outputs), and such a pair stands for the loss here.
+        """
 
     def batch_on_device(self, model: Any, workload: Workload) -> float:
         """The part of a batch that is on the device, for all samples, while its pieces run."""

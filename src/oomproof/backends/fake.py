@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any, Literal
 
 from oomproof.backends.base import MemoryUse, Shortage
+from oomproof.exactness import Exactness
 from oomproof.records import Device, Phase
 from oomproof.step.split import largest_piece
 
@@ -79,6 +80,9 @@ class FakeStep:
     inexact: tuple[str, ...] = ()
     done: list[tuple[Phase, list[Any], int]] = dataclasses.field(default_factory=list)
     probes: list[int] = dataclasses.field(default_factory=list)
+    proofs: list[int] = dataclasses.field(default_factory=list)
+    proven: Exactness = dataclasses.field(default_factory=Exactness)
+    learnt: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Numbers of the training steps that are believed and fail later.
     late: frozenset[int] = frozenset()
     flights: list[FakeFlight] = dataclasses.field(default_factory=list)
@@ -87,6 +91,8 @@ class FakeStep:
     batches_on_device = 0
     tries_are_cheap: bool = False
     failure: Exception | None = None
+    fingerprint: Any = None
+    traces_hold_variables = False
     trained: int = 0
 
     def settle(self) -> None: ...
@@ -103,6 +109,9 @@ class FakeStep:
 
     def prepare(self, data: Any, phase: Phase) -> None:
         pass
+
+    def trace_key(self, phase: Phase, data: Any, spec: Any) -> Any:
+        return None
 
     def batch_size(self, data: Any) -> int:
         return len(data)
@@ -132,10 +141,6 @@ class FakeStep:
     def loss(self, data: Any, pieces: int) -> float:
         return 0.0
 
-    def gradients(self, data: Any, pieces: int) -> tuple[float, list[Any]]:
-        self._gradients(largest_piece(len(data), pieces))
-        return 0.0, []
-
     def probe(self, data: Any, samples: int, phase: Phase) -> None:
         self.probes.append(samples)
         self._gradients(samples)
@@ -143,8 +148,16 @@ class FakeStep:
     def equal_pieces_only(self) -> bool:
         return self.equal_pieces
 
-    def caveats(self, data: Any) -> tuple[str, ...]:
+    def caveats(self) -> tuple[str, ...]:
         return self.inexact
+
+    def prove(self, data: Any, samples: int, cut: bool) -> Exactness:
+        self.proofs.append(samples)
+        self._gradients(min(samples, len(data)))
+        return self.proven
+
+    def look(self, data: Any, pieces: int) -> Exactness | None:
+        return None
 
     def notes(self) -> tuple[str, ...]:
         return ()

@@ -14,28 +14,6 @@ from oomproof.backends.common.model import layers
 
 
 @contextlib.contextmanager
-def without_randomness(model: Any) -> Iterator[list[str]]:
-    """Runs layers that draw random numbers as in inference. Yields their names."""
-    random = [layer for layer in layers(model) if getattr(layer, "_seed_generators", None) and not layer._layers]
-
-    def quiet(layer: Any) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if layer._call_has_training_arg:
-                kwargs["training"] = False
-            return type(layer).call(layer, *args, **kwargs)
-
-        return call
-
-    for layer in random:
-        layer.__dict__["call"] = quiet(layer)
-    try:
-        yield [layer.name for layer in random]
-    finally:
-        for layer in random:
-            layer.__dict__.pop("call", None)
-
-
-@contextlib.contextmanager
 def outputs_recorded(model: Any) -> Iterator[list[tuple[Any, list[Any], list[Any]]]]:
     """Collects (layer, inputs, outputs) of every layer call that holds no other layers, in order."""
     seen: list[tuple[Any, list[Any], list[Any]]] = []

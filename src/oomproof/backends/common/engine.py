@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import keras
+
+from oomproof.backends.common.draws import DrawTable, Rows
 
 
 class PendingWrites(keras.StatelessScope):  # type: ignore[misc]
@@ -36,10 +39,11 @@ class Outcome:
     """What a piece hands on. Lists keep their order over all pieces.
 
     Attributes:
-        state: Values each piece takes over from the one before (random seeds, metrics).
+        state: Values each piece takes over from the one before (metrics), or which are the same after each (seeds).
         sums: Tensors that add up over pieces.
         gradients: One for each trainable weight, or none at all. Dense ones add up, in float32 at least; the rows of
-            sparse ones are put one behind the other, never merged; a `None` stays `None`.
+            sparse ones are put one behind the other, never merged; a `None` stays `None`. What overwrites its weight
+            is not summed: the largest counts.
         rows: Tensors with a row for each sample, put one behind the other.
     """
 
@@ -55,7 +59,22 @@ Compute = Callable[..., tuple[Any, list[Any]]]
 
 
 class Engine(Protocol):
-    """One framework's way to compute with one model. Everything runs inside of a scope and writes nothing."""
+    """One framework's way to compute with one model. Everything runs inside of a scope and writes nothing.
+
+    Attributes:
+        gone: Errors that say that a tensor is used outside of the loop, or the function, it was made in.
+    """
+
+    gone: tuple[type[Exception], ...]
+
+    # How many rows the model's draws have for each sample.
+    draws: DrawTable
+    # Whether pieces draw the numbers of the whole batch to take their rows. For small batches.
+    draws_whole: bool
+
+    @property
+    def multiplies_coarsely(self) -> bool:
+        """Whether float32 is multiplied with fewer bits where few samples are looked at, as GPUs do."""
 
     @property
     def wide(self) -> str:
@@ -64,8 +83,20 @@ class Engine(Protocol):
     def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
         """A scope inside of the current one, in which the given variables have the given values."""
 
+    def drawing(self, rows: Rows, whole: bool | None = None) -> AbstractContextManager[None]:
+        """While it lasts, the model draws what the whole batch would have drawn for these samples, where it can."""
+
+    def recorded_draws(self) -> AbstractContextManager[list[Any]]:
+        """Collects everything that is drawn in this thread, in order."""
+
+    def other_numbers(self) -> tuple[str, ...]:
+        """Layers whose pieces draw other numbers than the whole batch."""
+
     def call(self, x: Any, training: bool) -> Any:
         """Calls the model as Keras's own step does on this backend. The losses that layers add are in the scope."""
+
+    def losses_of_call(self) -> AbstractContextManager[None]:
+        """Around Keras's loss: the losses that layers have added are those it finds, as in Keras's own step."""
 
     def run(self, compute: Compute, inputs: Sequence[Any] = ()) -> list[Any]:
         """What `compute(*inputs)` hands on, without any derivative."""
@@ -79,11 +110,17 @@ class Engine(Protocol):
     def take(self, data: Any, start: Any, size: Any) -> Any:
         """Samples `start` to `start + size` of every tensor of the batch, cut where the batch is."""
 
+    def pick(self, data: Any, samples: Sequence[int]) -> Any:
+        """These samples of a batch on which nothing is traced, in this order."""
+
     def take_rows(self, tensors: list[Any], start: Any, size: Any) -> list[Any]:
         """The same of tensors that were computed."""
 
     def size_of(self, leaf: Any) -> Any:
         """Samples in a tensor."""
+
+    def insist(self, number: Any, wanted: Any, otherwise: str) -> None:
+        """Raises UnsupportedModelError unless two numbers are the same; when it runs, where they are not known yet."""
 
     def samples_for_keras(self, x: Any) -> Any:
         """The number of samples as Keras's own step on this backend takes it, to weight the loss it shows."""

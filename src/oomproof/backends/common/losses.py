@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
 from keras import ops
 from keras.src.losses import loss as keras_reduction
 
@@ -125,16 +124,25 @@ def replaced_by(reductions: Reductions) -> Iterator[None]:
         _current.reductions = before
 
 
-def added_loss_splits_as(whole: Any, first: Any, second: Any) -> str | None:
-    """How a loss given to `add_loss` behaves when a batch is cut in equal halves.
+# How a loss given to `add_loss` goes together from pieces, where it is neither "mean" nor "sum", or may be both.
+NEITHER, UNDECIDED = "neither", "undecided"
+
+
+def added_loss_splits_as(whole: float, parts: Sequence[float], shares: Sequence[float]) -> str:
+    """How a loss given to `add_loss` behaves when a batch is cut.
+
+    Args:
+        whole: Its value for some samples.
+        parts: Its values for the pieces they are cut into.
+        shares: Of the samples that each piece has.
 
     Returns:
-        `"mean"` when the whole is the mean of the halves, `"sum"` when it is their sum, `None` when neither.
+        `"mean"` when the whole is the mean of the pieces, weighted by their samples, `"sum"` when it is their sum,
+        `NEITHER`, or `UNDECIDED` where it looks like both, as zeros do.
     """
-    whole, first, second = (float(keras.ops.convert_to_numpy(value)) for value in (whole, first, second))
-    scale = max(abs(whole), abs(first), abs(second), 1e-12)
-    if abs(whole - (first + second) / 2) <= 1e-4 * scale:
-        return "mean"
-    if abs(whole - (first + second)) <= 1e-4 * scale:
-        return "sum"
-    return None
+    rounding = 1e-4 * max(abs(whole), *map(abs, parts), 1e-12)
+    mean = abs(whole - sum(part * share for part, share in zip(parts, shares, strict=True))) <= rounding
+    total = abs(whole - sum(parts)) <= rounding
+    if mean and total:
+        return UNDECIDED
+    return "mean" if mean else "sum" if total else NEITHER

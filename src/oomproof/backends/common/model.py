@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 from keras.src.backend.common import global_state
+from keras.src.models.model import Trainer
 
 from oomproof.errors import UnsupportedModelError
 
@@ -21,7 +22,8 @@ Either put the loss into `compute_loss(self, x, y, y_pred, sample_weight, traini
 
 
 def check_is_model(model: Any) -> None:
-    if not isinstance(model, keras.Model):
+    # All that Keras asks of what it trains: a model is a layer with a trainer.
+    if not (isinstance(model, Trainer) and isinstance(model, keras.Layer)):
         raise TypeError(f"Expected a keras.Model. Received: model={model!r} (of type {type(model).__name__})")
 
 
@@ -33,8 +35,8 @@ def check_has_no_own_step(model: Any) -> None:
 
 
 def overrides(model: Any, method: str) -> bool:
-    """Whether the model's class, or the instance itself, replaces a method of `keras.Model`."""
-    return method in vars(model) or getattr(type(model), method) is not getattr(keras.Model, method)
+    """Whether the model's class, or the instance itself, replaces a method of Keras's trainer."""
+    return method in vars(model) or getattr(type(model), method) is not getattr(Trainer, method)
 
 
 def layers(model: Any) -> Iterator[Any]:
@@ -58,13 +60,18 @@ def first_tensor(x: Any) -> Any:
 
 
 def seed_variables(model: Any) -> list[Any]:
-    """States of the random generators. They advance with every draw, so pieces hand them on."""
+    """States of the random generators, which advance with every draw."""
     # Layers that were given no seed and keep no generator draw from a global one.
     shared = global_state.get_global_attribute("global_seed_generator")
     found = [generator for layer in layers(model) for generator in getattr(layer, "_seed_generators", ())]
     # Keras on JAX refuses that one in compiled steps and forgets its draws in others.
     found += [shared] if shared is not None and keras.backend.backend() != "jax" else []
     return list({id(generator.state): generator.state for generator in found}.values())
+
+
+def draws_numbers(model: Any) -> bool:
+    """Whether random numbers may be drawn when it is called: it has generators, or code of its own."""
+    return bool(seed_variables(model)) or not all(_is_kerass(type(layer)) for layer in layers(model))
 
 
 def statistics_layers(model: Any) -> list[Any]:
@@ -80,6 +87,47 @@ def statistics_caveat(model: Any) -> tuple[str, ...]:
     names = ", ".join(layer.path or layer.name for layer in found[:3])
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return (f"BatchNormalization ({names}{more}) normalises with the statistics of each piece",)
+
+
+def own_modules(thing: Any) -> Iterator[str]:
+    """Names of the modules that a function, or the class of an object and what it inherits from, is written in."""
+    if thing is None:
+        return
+    for code in [thing] if hasattr(thing, "__qualname__") else type(thing).__mro__:
+        module = str(getattr(code, "__module__", ""))
+        if module.split(".")[0] not in ("keras", "builtins", "abc", "tensorflow", "jax", "torch", "functools"):
+            yield module
+
+
+def has_own_code(model: Any) -> bool:
+    """Whether anything but Keras's own layers decides what the model computes."""
+    return any(not _is_kerass(type(layer)) or isinstance(layer, keras.layers.Lambda) for layer in layers(model))
+
+
+def may_add_losses(model: Any) -> bool:
+    """Whether layers may add losses of their own. Keras's layers only do so for activity regularisers."""
+    return has_own_code(model) or any(layer.activity_regularizer is not None for layer in layers(model))
+
+
+def may_be_sparse(model: Any) -> bool:
+    """Whether gradients may come as rows of a table."""
+    return has_own_code(model) or any(isinstance(layer, keras.layers.Embedding) for layer in layers(model))
+
+
+def depends_on_data(model: Any, data: Any) -> bool:
+    """Whether how a batch goes together from pieces may depend on what is in it: masks, added losses, own code."""
+    if may_add_losses(model) or not losses_stream(model) or not metrics_stream(model):
+        return True
+    return may_mask(model, data)
+
+
+def overwritten(variables: Sequence[Any]) -> frozenset[int]:
+    """Positions of variables whose "gradient" is their new value, as float8 layers have them.
+
+    Those are scales, which are the same in every piece, and the largest values seen: the largest of all pieces is that
+    of the whole batch.
+    """
+    return frozenset(i for i, v in enumerate(variables) if getattr(v, "overwrite_with_gradient", False))
 
 
 def tracker_variables(model: Any) -> list[Any]:
@@ -102,6 +150,8 @@ def losses_stream(model: Any) -> bool:
 def _loss_streams(loss: Any) -> bool:
     if loss.reduction in (None, "none") or not _is_kerass(type(loss)):
         return False
+    if type(loss).__call__ is not keras.losses.Loss.__call__:
+        return False  # It reduces in its own way, wherever it comes from.
     return _by_sample(getattr(loss, "fn", None), getattr(loss, "_fn_kwargs", {}))
 
 
@@ -111,6 +161,38 @@ def mixing_losses(model: Any) -> list[str]:
         return [f"{type(model).__name__}.compute_loss"]
     flat = model._compile_loss._flat_losses if model._compile_loss is not None else None
     return [loss.name for _, loss, _, _ in flat or () if not _loss_streams(loss)]
+
+
+def mixes_samples(model: Any, y_pred: Any, samples: Any) -> bool:
+    """Whether an output is such that Keras's losses of it, in this piece, may not be by sample.
+
+    One of nothing but samples is reduced over its last axis: that of the samples. One without a row for each sample is
+    spread over all targets.
+    """
+    if any(leaf is not None and len(leaf.shape) < 2 for leaf in keras.tree.flatten(y_pred)):
+        return True
+    known = [leaf.shape[0] for leaf in _outputs_with_loss(model, y_pred)]
+    return isinstance(samples, int) and any(isinstance(rows, int) and rows != samples for rows in known)
+
+
+def _outputs_with_loss(model: Any, y_pred: Any) -> list[Any]:
+    found = []
+    for path, *_ in model._compile_loss._flat_losses or ():
+        output = y_pred
+        for key in path:
+            output = output[key]
+        found.append(output)
+    return found
+
+
+def uses_kept_tensor(model: Any) -> UnsupportedModelError:
+    """What to raise for a loss that uses more than it is given."""
+    names = ", ".join(mixing_losses(model))
+    return UnsupportedModelError(
+        f"A loss of this model ({names}) uses a tensor that it is not given, perhaps one that `call` has kept. In "
+        "pieces it is computed on the predictions of the whole batch, when what a piece computed is gone, so a batch "
+        "of it cannot be cut. Return that tensor as an output of the model, or give its loss to `add_loss` in `call`."
+    )
 
 
 def metrics_stream(model: Any) -> bool:

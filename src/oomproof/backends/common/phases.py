@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -21,6 +21,7 @@ from keras.src import backend as keras_backend
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from oomproof.backends.common import losses, statistics
+from oomproof.backends.common.draws import Rows
 from oomproof.backends.common.engine import Compute, Engine, Outcome, PendingWrites
 from oomproof.backends.common.model import (
     first_tensor,
@@ -28,11 +29,15 @@ from oomproof.backends.common.model import (
     losses_stream,
     may_mask,
     metrics_stream,
+    mixes_samples,
+    overwritten,
     seed_variables,
     statistics_layers,
     tracker_variables,
     unpack,
+    uses_kept_tensor,
 )
+from oomproof.backends.common.predictions import Predictions, check_rows, check_same_rows, rows_of_piece
 from oomproof.errors import UnsupportedModelError
 
 
@@ -62,6 +67,8 @@ class Phases:
         self.engine = engine
         self.added_losses = added_losses
         self.open_size = open_size
+        # Whether gradients are wanted of what trains.
+        self.differentiates = True
         self._nothing_to_count = set[bool]() if nothing_to_count is None else nothing_to_count
 
     # Whole batches
@@ -74,7 +81,8 @@ class Phases:
 
         def compute() -> tuple[Any, list[Any]]:
             y_pred = self.engine.call(x, training)
-            loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+            with self.engine.losses_of_call():
+                loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
             model._loss_tracker.update_state(loss, sample_weight=self.engine.samples_for_keras(x))
             return self._scaled(loss), predictions.flat(y_pred)
 
@@ -86,7 +94,7 @@ class Phases:
     def _run(
         self, compute: Compute, training: bool, inputs: Sequence[Any] = ()
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        if not training:
+        if not training or not self.differentiates:
             return self.engine.run(compute, inputs), [], []
         if not self.model.trainable_weights:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
@@ -98,10 +106,6 @@ class Phases:
 
     def _scaled(self, loss: Any) -> Any:
         return loss if self.model.optimizer is None else self.model.optimizer.scale_loss(loss)
-
-    def loss_scale(self) -> Any:
-        """What mixed precision multiplies the loss with."""
-        return ops.cast(self._scaled(ops.ones((), "float32")), "float32")
 
     # Batches in pieces
 
@@ -122,7 +126,7 @@ class Phases:
         batch_size = engine.size_of(first_tensor(x))
         by_pieces = metrics_stream(model)
         carried = self._carried()
-        totals = self._normalisers(data, count, batch_size, training, carried) if counted else []
+        totals = self._normalisers(data, count, batch_size, training) if counted else []
         if counted:
             # A mask that pooling has used up reaches no loss. Where it does after all, that is found out.
             (self._nothing_to_count.discard if totals else self._nothing_to_count.add)(training)
@@ -136,7 +140,7 @@ class Phases:
             def compute() -> tuple[Any, list[Any]]:
                 with statistics.recorded(layers) as moments:
                     y_pred = engine.call(x, training)
-                if any(len(leaf.shape) < 2 for leaf in tree.flatten(y_pred)):
+                if mixes_samples(model, y_pred, size):
                     raise _MixingOutputsError
                 reductions = losses.Reductions(totals, share)
                 # Around the compiled loss alone: a loss inside of the model is none of its shares.
@@ -148,7 +152,7 @@ class Phases:
                 sums = [compiled, *added, *reductions.values, *(sum_ for _, sums in moments for sum_ in sums)]
                 return self._scaled(_total([compiled, *added], compiled.dtype)), [*rows, *sums]
 
-            with engine.scope(list(zip(carried, state, strict=True))) as scope:
+            with self._piece(Rows(start, size, batch_size), carried, state) as scope:
                 results, gradients, _ = self._run(compute, training)
                 rows, sums = results[: predictions.count], results[predictions.count :]
                 if by_pieces and model._compile_metrics is not None:
@@ -156,13 +160,13 @@ class Phases:
                     model._compile_metrics.update_state(y, y_pred, sample_weight)
             written.averaged = self._averaged(scope, carried, layers)
             return Outcome(
-                state=[scope.get_current_value(variable) for variable in carried],
+                state=carried.values_in(scope),
                 sums=[*sums, *(self._weighted(value, share) for _, value in written.averaged)],
                 gradients=gradients,
                 rows=[] if by_pieces else rows,
             )
 
-        outcome = engine.over_pieces(piece, batch_size, count, [v.value for v in carried])
+        outcome = engine.over_pieces(piece, batch_size, count, carried.before)
         sums = iter(outcome.sums)
         compiled = next(sums)
         added = [next(sums) for _ in self.added_losses[training]]
@@ -180,11 +184,12 @@ class Phases:
         y_pred = self._for_metrics(predictions, outcome.rows, training)
         return gradients, model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
-    def _normalisers(self, data: Any, count: Any, batch_size: Any, training: bool, carried: list[Any]) -> list[Any]:
+    def _normalisers(self, data: Any, count: Any, batch_size: Any, training: bool) -> list[Any]:
         """Normalisers of the whole batch, for losses whose normaliser depends on masks or weights.
 
         In a graph nothing but what the normalisers depend on is run: for a mask of the inputs, next to nothing.
         """
+        carried = self._carried()
 
         def piece(start: Any, size: Any, state: list[Any]) -> Outcome:
             x, y, sample_weight = unpack(self.engine.take(data, start, size))
@@ -196,18 +201,18 @@ class Phases:
                     self.model._compile_loss(y, y_pred, sample_weight)
                 return None, reductions.normalisers
 
-            with self.engine.scope(list(zip(carried, state, strict=True))) as scope:
+            with self._piece(Rows(start, size, batch_size), carried, state) as scope:
                 sums = self.engine.run(compute)
-            return Outcome(state=[scope.get_current_value(v) for v in carried], sums=sums)
+            return Outcome(state=carried.values_in(scope), sums=sums)
 
-        return self.engine.over_pieces(piece, batch_size, count, [v.value for v in carried]).sums
+        return self.engine.over_pieces(piece, batch_size, count, carried.before).sums
 
     def _gather(self, data: Any, count: Any, training: bool) -> tuple[list[Any], Any]:
         model, engine = self.model, self.engine
         x, y, sample_weight = unpack(data)
         batch_size = engine.size_of(first_tensor(x))
         carried = self._carried()
-        predictions, written = Predictions(of_samples=True), Written()
+        predictions, written = Predictions(), Written()
 
         def forward(start: Any, size: Any, state: list[Any]) -> Outcome:
             inputs, _, _ = unpack(engine.take(data, start, size))
@@ -219,14 +224,15 @@ class Phases:
                     y_pred = engine.call(inputs, training)
                 written.calls = [layer for layer, _ in moments]
                 rows = predictions.flat(y_pred)
+                check_rows(rows, size)
                 sums = [*self._added(share, training), *(sum_ for _, sums in moments for sum_ in sums)]
                 return None, [*rows, *sums]
 
-            with engine.scope(list(zip(carried, state, strict=True))) as scope:
+            with self._piece(Rows(start, size, batch_size), carried, state) as scope:
                 results = engine.run(compute)
             written.averaged = self._averaged(scope, carried, layers)
             return Outcome(
-                state=[scope.get_current_value(variable) for variable in carried],
+                state=carried.values_in(scope),
                 sums=[
                     *results[predictions.count :],
                     *(self._weighted(value, share) for _, value in written.averaged),
@@ -234,10 +240,10 @@ class Phases:
                 rows=results[: predictions.count],
             )
 
-        before = [v.value for v in carried]
-        outcome = engine.over_pieces(forward, batch_size, count, before)
+        outcome = engine.over_pieces(forward, batch_size, count, carried.before)
         sums = iter(outcome.sums)
         added = [next(sums) for _ in self.added_losses[training]]
+        check_rows(outcome.rows, batch_size)
         rows = engine.opened(outcome.rows) if self.open_size else outcome.rows
         self._write_back(carried, outcome.state, written, sums)
         model._clear_losses()
@@ -249,42 +255,56 @@ class Phases:
                 scope.losses.append(value)
                 model._loss_ids.add(id(value))
             y_pred = predictions.restored(list(inputs[: predictions.count]))
-            loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+            with self._outside_of_pieces(), engine.losses_of_call():
+                loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
             model._loss_tracker.update_state(loss, sample_weight=engine.samples_for_keras(x))
             return self._scaled(loss), []
 
         _, direct, upstream = self._run(combine, training, [*rows, *added])
         y_pred = self._for_metrics(predictions, rows, training)
         logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        if not direct:
-            return [], logs
+        if not direct or all(slope is None for slope in upstream):
+            # Nothing to differentiate, or a loss that uses no predictions, such as one that calls the model itself.
+            return direct, logs
         per_sample, per_loss = upstream[: predictions.count], upstream[predictions.count :]
 
         def backward(start: Any, size: Any, state: list[Any]) -> Outcome:
             inputs, _, _ = unpack(engine.take(data, start, size))
-            slopes = [*engine.take_rows(per_sample, start, size), *per_loss]
+            slopes = rows_of_piece(engine, per_sample, batch_size, start, size)
 
             def compute() -> tuple[Any, list[Any]]:
                 leaves = predictions.flat(engine.call(inputs, True))
+                check_same_rows(engine, leaves, slopes)
                 targets = [*leaves, *self._added(_share(size, batch_size), True)]
                 # Its derivative by each target is that target's slope.
-                return _dot(targets, slopes), []
+                return _dot(targets, [*slopes, *per_loss]), []
 
-            with engine.scope(list(zip(carried, state, strict=True))) as scope:
+            with self._piece(Rows(start, size, batch_size), carried, state) as scope:
                 _, gradients, _ = engine.differentiate(compute)
-            return Outcome(state=[scope.get_current_value(variable) for variable in carried], gradients=gradients)
+            return Outcome(state=carried.values_in(scope), gradients=gradients)
 
-        # From the same seeds as before, so that random layers draw the same numbers again.
-        outcome = engine.over_pieces(backward, batch_size, count, before)
-        return [engine.add(a, b) for a, b in zip(outcome.gradients, direct, strict=True)], logs
+        outcome = engine.over_pieces(backward, batch_size, count, carried.before)
+        return self._together(outcome.gradients, direct), logs
 
     # What pieces share
 
-    def _carried(self) -> list[Any]:
-        """Variables that each piece takes over from the one before: seeds and metrics, but not loss trackers."""
+    @contextlib.contextmanager
+    def _outside_of_pieces(self) -> Iterator[None]:
+        """Around what is computed on the predictions of the whole batch, where tensors of a piece are gone."""
+        try:
+            yield
+        except self.engine.gone as error:
+            raise uses_kept_tensor(self.model) from error
+
+    def _carried(self) -> Carried:
         trackers = {id(v) for v in tracker_variables(self.model)}
         metrics = [v for v in self.model.metrics_variables if id(v) not in trackers]
-        return seed_variables(self.model) + metrics
+        return Carried(seed_variables(self.model), metrics)
+
+    @contextlib.contextmanager
+    def _piece(self, rows: Rows, carried: Carried, state: list[Any]) -> Iterator[PendingWrites]:
+        with self.engine.drawing(rows), self.engine.scope(carried.for_piece(state)) as scope:
+            yield scope
 
     def _added(self, share: Any, training: bool) -> list[Any]:
         """The piece's share of every loss that layers added."""
@@ -296,7 +316,7 @@ class Phases:
             )
         values = [ops.sum(_floating(value)) for value in added]
         return [
-            self._weighted(value, share) if kind == "mean" else value for value, kind in zip(values, kinds, strict=True)
+            self._weighted(value, share) if kind != "sum" else value for value, kind in zip(values, kinds, strict=True)
         ]
 
     def _weighted(self, value: Any, share: Any) -> Any:
@@ -304,15 +324,15 @@ class Phases:
             value = ops.cast(value, self.engine.wide)
         return losses.times(value, share)
 
-    def _averaged(self, scope: PendingWrites, carried: list[Any], recorded: list[Any]) -> list[tuple[Any, Any]]:
+    def _averaged(self, scope: PendingWrites, carried: Carried, recorded: list[Any]) -> list[tuple[Any, Any]]:
         """Other state that layers wrote, to be averaged over pieces: exact for running means of the batch."""
-        handled = {id(v) for v in [*carried, *tracker_variables(self.model)]}
+        handled = {id(v) for v in [*carried.variables, *tracker_variables(self.model)]}
         for layer in recorded:
             handled |= {id(statistic) for statistic in layer.non_trainable_variables}
         return [(variable, value) for variable, value in scope.pending() if id(variable) not in handled]
 
-    def _write_back(self, carried: list[Any], state: list[Any], written: Written, sums: Any) -> None:
-        for variable, value in zip(carried, state, strict=True):
+    def _write_back(self, carried: Carried, state: list[Any], written: Written, sums: Any) -> None:
+        for variable, value in zip(carried.variables, state, strict=True):
             variable.assign(value)
         statistics.advance(written.calls, [next(sums) for _ in range(3 * len(written.calls))])
         for variable, value in written.averaged:
@@ -333,11 +353,38 @@ class Phases:
             return self._scaled(penalty), [penalty]
 
         (penalty,), extra, _ = self._run(compute, training)
-        return [self.engine.add(a, b) for a, b in zip(gradients, extra, strict=True)], penalty
+        return self._together(gradients, extra), penalty
+
+    def _together(self, gradients: list[Any], extra: list[Any]) -> list[Any]:
+        """Gradients of pieces with those of what is computed once a batch, which no layer runs in."""
+        values = overwritten(self.model.trainable_weights)
+        pairs = enumerate(zip(gradients, extra, strict=True))
+        return [a if index in values else self.engine.add(a, b) for index, (a, b) in pairs]
 
 
 class _MixingOutputsError(Exception):
     """An output has nothing but samples, and Keras's losses and metrics reduce the last axis: that of the samples."""
+
+
+class Carried:
+    """Variables whose values come out of each piece: seeds, and metrics but for loss trackers.
+
+    Each piece takes the metrics over from the one before it. The seeds are those that the batch began with: from them
+    each draws its rows of the whole batch's numbers, and the same ones when it is computed a second time. After any
+    piece they are as after the whole batch.
+    """
+
+    def __init__(self, seeds: list[Any], metrics: list[Any]) -> None:
+        self.variables = [*seeds, *metrics]
+        self.before = [ops.convert_to_tensor(v.value) for v in self.variables]
+        self._seeds = len(seeds)
+
+    def for_piece(self, state: list[Any]) -> list[tuple[Any, Any]]:
+        values = [*self.before[: self._seeds], *state[self._seeds :]]
+        return list(zip(self.variables, values, strict=True))
+
+    def values_in(self, scope: PendingWrites) -> list[Any]:
+        return [scope.get_current_value(variable) for variable in self.variables]
 
 
 class Written:
@@ -346,53 +393,6 @@ class Written:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.averaged: list[tuple[Any, Any]] = []
-
-
-class Predictions:
-    """Predictions as a flat list of tensors, masks included, and back.
-
-    Args:
-        of_samples: Insist on a row for each sample.
-    """
-
-    def __init__(self, of_samples: bool = False) -> None:
-        self._of_samples = of_samples
-        self._structure: Any = None
-        self._masked: list[bool] = []
-
-    @property
-    def nested(self) -> bool:
-        return bool(tree.is_nested(self._structure))
-
-    @property
-    def count(self) -> int:
-        return len(self._masked) + sum(self._masked)
-
-    def flat(self, y_pred: Any) -> list[Any]:
-        rows = []
-        self._structure = tree.map_structure(lambda leaf: 0, y_pred)
-        self._masked = []
-        for leaf in tree.flatten(y_pred):
-            if self._of_samples and len(leaf.shape) == 0:
-                raise UnsupportedModelError(
-                    "An output of the model is a scalar, without a row for each sample, so a batch of it cannot be "
-                    "cut. Give every output a batch dimension, or lower the batch size."
-                )
-            mask = keras_backend.get_keras_mask(leaf)
-            self._masked.append(mask is not None)
-            rows += [leaf] if mask is None else [leaf, mask]
-        return rows
-
-    def restored(self, rows: list[Any], masks: bool = True) -> Any:
-        remaining = iter(rows)
-        leaves = []
-        for masked in self._masked:
-            leaf = next(remaining)
-            mask = next(remaining) if masked else None
-            if mask is not None and masks:
-                keras_backend.set_keras_mask(leaf, mask)
-            leaves.append(leaf)
-        return tree.pack_sequence_as(self._structure, leaves)
 
 
 def _share(size: Any, batch_size: Any) -> Any:

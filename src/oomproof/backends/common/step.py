@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,24 +14,32 @@ from keras.src import backend as keras_backend
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from oomproof.backends.common import losses
+from oomproof.backends.common.draws import Draw, DrawTable, Rows, table_of
+from oomproof.backends.common.fingerprint import Fingerprint
 from oomproof.backends.common.model import (
+    depends_on_data,
+    draws_numbers,
     first_tensor,
     layers,
     losses_stream,
     mixing_losses,
-    overrides,
-    statistics_layers,
+    statistics_caveat,
     unpack,
 )
 from oomproof.backends.common.phases import Phases
+from oomproof.backends.common.predictions import check_order, check_rows, tensors_in
+from oomproof.backends.common.proving import StepValues, emulating, epsilon, proven
 from oomproof.backends.common.recompute import Recomputing
 from oomproof.backends.common.stretches import resolved
 from oomproof.errors import UnsupportedModelError
+from oomproof.exactness import Exactness
+from oomproof.proof import Disagreement, disagreements, spread, summary
 from oomproof.records import Phase
+from oomproof.step.split import piece_bounds
 from oomproof.units import tensor_bytes
 
 # How many samples it takes to see how a loss from `add_loss` splits.
-_EXAMINED = 4
+_EXAMINED = 5
 
 
 class ModelStep:
@@ -39,6 +49,8 @@ class ModelStep:
     budget: int | None = None
     failure: Exception | None = None
     tries_are_cheap = False
+    fingerprint: Fingerprint | None = None
+    traces_hold_variables = False
 
     @property
     def batches_on_device(self) -> int:
@@ -55,7 +67,6 @@ class ModelStep:
         self.engine = engine
         self._examined = False
         self._added_losses: dict[bool, tuple[str, ...]] = {True: (), False: ()}
-        self._odd_losses: set[str] = set()
         self._nothing_to_count: set[bool] = set()
 
     @property
@@ -74,9 +85,16 @@ class ModelStep:
     def _forget_programs(self) -> None:
         """Lets go of what was traced or compiled for other stretches."""
 
+    def as_traced(self) -> contextlib.AbstractContextManager[None]:
+        """Around whatever is traced: the model as it was when this step was made for it, as Keras keeps its traces."""
+        return contextlib.nullcontext() if self.fingerprint is None else self.fingerprint.in_force()
+
+    def trace_key(self, phase: Phase, data: Any, spec: Any) -> Any:
+        return None
+
     def evaluate(self, function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
         """Tensors that a function computes on real data, in a scope whose writes are thrown away."""
-        with self.engine.scope():
+        with self.as_traced(), self.engine.scope():
             return function(*arguments)
 
     def _phases(self) -> Phases:
@@ -113,51 +131,88 @@ class ModelStep:
         leaves = batch_leaves(data)
         return all(len(leaf.shape) for leaf in leaves) and len({int(self.engine.size_of(leaf)) for leaf in leaves}) == 1
 
-    # Gradients and losses of a batch by themselves
-
-    def gradients(self, data: Any, pieces: int) -> tuple[float, list[Any]]:
-        """Loss and gradients as dense arrays, unscaled. Writes nothing."""
-        self._examine(data)
-        loss, found, scale = self._loss_and_gradients(data, pieces, training=True)
-        return loss, [None if g is None else np.array(ops.convert_to_numpy(g)) / scale for g in found]
-
     def loss(self, data: Any, pieces: int) -> float:
         """The loss of a batch as in evaluation. Writes nothing."""
-        return self._loss_and_gradients(data, pieces, training=False)[0]
-
-    def _loss_and_gradients(self, data: Any, pieces: int, training: bool) -> tuple[float, Sequence[Any], float]:
+        self._learn_draws(data, training=False)
         phases, tracker = self._phases(), self.model._loss_tracker
 
         def compute(data: Any) -> list[Any]:
             for variable in tracker.variables:
                 # From zero, so that the tracker holds the loss of this batch alone.
                 variable.assign(ops.zeros_like(variable.value))
-            found, _ = phases.split(data, pieces, training) if pieces > 1 else phases.whole(data, training)
-            return [*(v.value for v in tracker.variables), phases.loss_scale(), *found]
+            _ = phases.split(data, pieces, False) if pieces > 1 else phases.whole(data, False)
+            return [v.value for v in tracker.variables]
 
-        total, count, scale, *found = self.evaluate(compute, data)
-        return float(total) / float(count), found, float(scale)
+        total, count = self.evaluate(compute, data)
+        return float(total) / float(count)
 
     # Knowing the model
 
     def _examine(self, data: Any) -> None:
-        """Finds out once, on a few real samples, how losses behave when a batch is cut."""
+        """Finds out once, on a few real samples, how what the model computes goes together when a batch is cut."""
         if self._examined:
             return
-        samples = min(_EXAMINED, self.batch_size(data)) // 2 * 2
-        few = self.engine.take(data, 0, max(samples, 1))
-        values = {training: self._added_by_layers(few, training) for training in (True, False)}
-        same_number = len(values[True]) == len(values[False])
         for training in (True, False):
-            # Without the randomness of training where that makes no other difference.
-            kinds = self._kinds_of_losses(few, samples, training and not same_number, values[training])
-            self._odd_losses |= {str(index + 1) for index, kind in enumerate(kinds) if kind is None}
-            self._added_losses[training] = tuple(kind or "mean" for kind in kinds)
+            self._learn_draws(data, training)
+        few = self.engine.pick(data, spread(self.batch_size(data), _EXAMINED))
+        for training in (True, False):
+            self._added_losses[training] = tuple(self._kinds_of_losses(few, training))
+        even = self.batch_size(few) // 2 * 2
+        if even and not losses_stream(self.model):
+            self._check_outputs(self.engine.take(few, 0, even), even)
         self._examined = True
-        if samples >= 2 and overrides(self.model, "compute_loss"):
-            self._check_own_loss(few)
 
-    def _added_by_layers(self, data: Any, training: bool, moved: bool = False) -> list[float]:
+    @property
+    def learnt(self) -> dict[str, Any]:
+        """All of it, as JSON, to be kept for the next run."""
+        added = [list(self._added_losses[training]) for training in (True, False)]
+        return {"added": added, "draws": self.draws.to_json()}
+
+    @learnt.setter
+    def learnt(self, known: dict[str, Any]) -> None:
+        self._added_losses.update(zip((True, False), map(tuple, known["added"]), strict=True))
+        self.draws = DrawTable.from_json(known["draws"])
+        self._examined = True
+
+    @property
+    def draws(self) -> DrawTable:
+        """Which random numbers belong to which sample. Setting it forgets programs that were made for another table."""
+        return self.engine.draws
+
+    @draws.setter
+    def draws(self, table: DrawTable) -> None:
+        if table != self.engine.draws:
+            self.engine.draws = table
+            self._forget_programs()
+
+    def other_numbers(self, data: Any, training: bool = True) -> tuple[str, ...]:
+        """Layers that draw other numbers in pieces of this batch than in the whole of it."""
+        self._learn_draws(data, training)
+        return self.engine.other_numbers()
+
+    def _learn_draws(self, data: Any, training: bool) -> None:
+        """Finds out once which random numbers belong to which samples, from calls on two numbers of samples."""
+        if training in self.draws.learnt:
+            return
+        size = self.batch_size(data)
+        if size < 2 or not draws_numbers(self.model):
+            return
+        first, second = (2, 3) if size > 2 else (1, 2)
+        recorded = [self._recorded_draws(self.engine.take(data, 0, n), training) for n in (first, second)]
+        # Programs of the other phase, made before, draw what they drew.
+        self.draws.add(table_of(recorded[0], first, recorded[1], second, training))
+
+    def _recorded_draws(self, data: Any, training: bool) -> list[Draw]:
+        """Everything that a call of the model draws for this data."""
+
+        def compute(data: Any) -> list[Any]:
+            return self.engine.run(lambda: (self.engine.call(unpack(data)[0], training), []))
+
+        with self.engine.recorded_draws() as found:
+            self.evaluate(compute, data)
+        return found
+
+    def _added_by_layers(self, data: Any, training: bool, rows: Rows, moved: bool = False) -> list[float]:
         def compute(data: Any) -> list[Any]:
             scope = get_stateless_scope()
             if moved:
@@ -167,41 +222,121 @@ class ModelStep:
                 self.engine.call(unpack(data)[0], training)
                 return None, [ops.sum(ops.cast(v, self.engine.wide)) for v in get_stateless_scope().losses]
 
-            return self.engine.run(forward)
+            with self.engine.drawing(rows, whole=True):
+                return self.engine.run(forward)
 
         return [float(value) for value in self.evaluate(compute, data)]
 
-    def _kinds_of_losses(self, few: Any, samples: int, training: bool, whole: list[float]) -> list[str | None]:
-        if not whole or samples < 2:
-            return ["mean"] * len(whole)
+    def _kinds_of_losses(self, few: Any, training: bool) -> list[str]:
+        samples = self.batch_size(few)
+        bounds = [(0, samples), *piece_bounds(samples, min(3, samples))]
+        for moved in (False, True):
+            values = [
+                self._added_by_layers(
+                    self.engine.take(few, start, stop - start), training, Rows(start, stop - start, samples), moved
+                )
+                for start, stop in bounds
+            ]
+            if len({len(each) for each in values}) > 1:
+                raise UnsupportedModelError(
+                    f"The model's layers add {sorted({len(each) for each in values})} losses to batches of different "
+                    "sizes. A batch of it cannot be cut. Have `call` add the same losses whatever it is given."
+                )
+            whole, *parts = values
+            shares = [(stop - start) / samples for start, stop in bounds[1:]]
+            kinds = [
+                losses.added_loss_splits_as(whole[index], [part[index] for part in parts], shares)
+                for index in range(len(whole))
+            ]
+            # A loss that is zero, as with weights that start at zero, says nothing yet: look at other weights.
+            if losses.UNDECIDED not in kinds:
+                break
+        return kinds
+
+    def _check_outputs(self, few: Any, samples: int) -> None:
+        """A loss on all predictions wants them as the whole batch has them."""
+        if all(rows == samples for rows in self._rows_of_outputs(few)):
+            return
         half = samples // 2
         parts = [few, self.engine.take(few, 0, half), self.engine.take(few, half, half)]
-        # A loss that is zero, as with weights that start at zero, says nothing yet: look at other weights.
-        moved = not all(whole)
-        values = zip(*(self._added_by_layers(part, training, moved) for part in parts), strict=True)
-        return [losses.added_loss_splits_as(*three) for three in values]
+        whole, *halves = ([np.asarray(ops.convert_to_numpy(o)) for o in self._outputs_of(part)] for part in parts)
+        check_rows(whole, samples)
+        check_order(whole, halves)
 
-    def _check_own_loss(self, few: Any) -> None:
-        """An own `compute_loss` may use more than it is given, such as a tensor that `call` has kept."""
-        whole, pieces = (self.loss(few, count) for count in (1, 2))
-        if abs(whole - pieces) > 1e-3 * max(abs(whole), 1e-6):
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__}.compute_loss gives {pieces:.6g} for predictions computed in pieces and "
-                f"{whole:.6g} for the whole batch: it uses more than its arguments, perhaps a tensor that `call` kept. "
-                "A batch of it cannot be cut. Return that tensor as an output, or use `add_loss` in the layer."
-            )
+    def _outputs_of(self, data: Any) -> list[Any]:
+        """Outputs as in inference."""
 
-    def caveats(self, data: Any) -> tuple[str, ...]:
+        def compute(data: Any) -> list[Any]:
+            return self.engine.run(lambda: (None, tensors_in(self.engine.call(unpack(data)[0], False))))
+
+        return self.evaluate(compute, data)
+
+    def _rows_of_outputs(self, data: Any) -> list[int]:
+        return [int(self.engine.size_of(output)) if len(output.shape) else 0 for output in self._outputs_of(data)]
+
+    def caveats(self) -> tuple[str, ...]:
+        return statistics_caveat(self.model)
+
+    # Proving it
+
+    @abc.abstractmethod
+    def step_values(self, data: Any, pieces: int) -> StepValues:
+        """New values of a training step on a few samples, written nowhere."""
+
+    def prove(self, data: Any, samples: int, cut: bool) -> Exactness:
+        if cut and (why := self.odd_losses(data) + self.caveats()):
+            return Exactness("not exact", why)
+        return proven(self, data, samples, cut)
+
+    def odd_losses(self, data: Any) -> tuple[str, ...]:
+        """Losses given to `add_loss` that cannot be put together from pieces, in words."""
         self._examine(data)
-        found = []
-        if normalising := statistics_layers(self.model):
-            names = ", ".join(layer.path or layer.name for layer in normalising[:3])
-            more = f" and {len(normalising) - 3} more" if len(normalising) > 3 else ""
-            found.append(f"BatchNormalization ({names}{more}) normalises with the statistics of each piece")
-        if self._odd_losses:
-            numbers = ", ".join(sorted(self._odd_losses))
-            found.append(f"loss number {numbers} given to add_loss is neither a mean nor a sum over samples")
-        return tuple(found)
+        odd = [str(index + 1) for index, kind in enumerate(self._added_losses[True]) if kind == losses.NEITHER]
+        reason = f"loss number {', '.join(odd)} given to add_loss is neither a mean nor a sum over samples"
+        return (reason,) if odd else ()
+
+    def look(self, data: Any, pieces: int) -> Exactness | None:
+        halves = min(2 * pieces, self.batch_size(data))
+        if halves == pieces or not depends_on_data(self.model, data):
+            return None
+        found = self._forward_disagreements(data, pieces, halves)
+        undecided = losses.UNDECIDED in self._added_losses[True]
+        if found and undecided:
+            # Not means, then: what were zeros before may be sums.
+            self._decide("sum")
+            found = self._forward_disagreements(data, pieces, halves)
+        if found:
+            return Exactness("not exact", (f"pieces give another loss than their halves: {summary(found)}",))
+        if losses.UNDECIDED in self._added_losses[True]:
+            reason = "a loss given to add_loss was zero so far, which does not tell whether it is a mean or a sum"
+            return Exactness("not exact", (reason,))
+        return None
+
+    def _decide(self, kind: str) -> None:
+        for training, kinds in self._added_losses.items():
+            self._added_losses[training] = tuple(kind if k == losses.UNDECIDED else k for k in kinds)
+        self._forget_programs()
+
+    def _forward_disagreements(self, data: Any, pieces: int, halves: int) -> tuple[Disagreement, ...]:
+        with emulating(self.engine):
+            asked, made = self._forward_values(data, pieces), self._forward_values(data, halves)
+        return disagreements(asked, made, {}, {}, epsilon(self.model, self.engine))
+
+    def _forward_values(self, data: Any, pieces: int) -> dict[str, Any]:
+        """What the forward pass of a training step in pieces writes and logs."""
+        phases = self._phases()
+        phases.differentiates = False
+        names: list[str] = []
+
+        def compute(data: Any) -> list[Any]:
+            _, logs = phases.split(data, pieces, True)
+            found = {f"log {index}": log for index, log in enumerate(tree.flatten(logs))}
+            found |= {variable.path: value for variable, value in get_stateless_scope().pending()}
+            names[:] = found
+            return [ops.convert_to_tensor(value) for value in found.values()]
+
+        values = self.evaluate(compute, data)
+        return {name: np.asarray(ops.convert_to_numpy(value)) for name, value in zip(names, values, strict=True)}
 
     def notes(self) -> tuple[str, ...]:
         if losses_stream(self.model):

@@ -84,8 +84,12 @@ class JaxBackend:
     def inside_graph(self) -> bool:
         return tracing()
 
-    def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
-        return full_batch_gradients(loss_fn, variables, data, micro)
+    own_variables: tuple[type, ...] = ()
+
+    def gradients(
+        self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None, has_aux: bool
+    ) -> Any:
+        return full_batch_gradients(loss_fn, variables, data, micro, has_aux)
 
     def batch_on_device(self, model: Any, workload: Workload) -> float:
         if not (workload.target.gpu and workload.jit and can_stay_on_host(model)):
@@ -137,7 +141,8 @@ def _on_state(model: Any, run: RunBatch, phase: Phase, state: Any, iterator: Ite
         raise
     if phase == "predict" and len(outputs) > 1:
         outputs = [tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)]
-    return outputs[-1], live.state(phase)
+    # Not those from before the run: it may have made the lists anew.
+    return outputs[-1], live_state(model).state(phase)
 
 
 def _sync(model: Any, settle: Callable[[], None], thread: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,24 +16,33 @@ from jax.experimental import sparse
 from keras import tree
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
+from oomproof.backends.common.drawing import RandomNumbers
 from oomproof.backends.common.engine import Compute, Outcome, PendingWrites, Piece
-from oomproof.backends.common.model import first_tensor
+from oomproof.backends.common.model import first_tensor, overwritten
+from oomproof.backends.common.predictions import insist
 from oomproof.backends.common.recompute import recomputing
 from oomproof.backends.jax.batches import is_on_host, to_device
+from oomproof.backends.jax.draws import JaxRandom
 
 
-class JaxEngine:
+class JaxEngine(RandomNumbers):
     """See `common.engine.Engine`. Values of variables come from the scope alone, so that they can be traced."""
 
     tensor = jax.Array
+    gone: tuple[type[Exception], ...] = (jax.errors.UnexpectedTracerError,)
     recompute: tuple[str, ...] = ()
 
     def __init__(self, model: Any) -> None:
+        super().__init__(model, JaxRandom())
         self.model = model
 
     @property
     def wide(self) -> str:
         return "float64" if jax.config.jax_enable_x64 else "float32"
+
+    @property
+    def multiplies_coarsely(self) -> bool:
+        return False  # Proofs run on the host.
 
     def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
         outer = get_stateless_scope()
@@ -67,6 +77,16 @@ class JaxEngine:
         results: list[Any] = jax.checkpoint(function)(*tensors)
         return results
 
+    @contextlib.contextmanager
+    def losses_of_call(self) -> Iterator[None]:
+        """As in Keras's own step, where a loss that calls the model again finds those of the first call."""
+        override = self.model._losses_override
+        override[:] = self.model.losses
+        try:
+            yield
+        finally:
+            override.clear()
+
     def run(self, compute: Compute, inputs: Sequence[Any] = ()) -> list[Any]:
         return compute(*inputs)[1]
 
@@ -100,9 +120,10 @@ class JaxEngine:
     def over_pieces(self, piece: Piece, batch_size: Any, count: Any, state: list[Any]) -> Outcome:
         size = -(-batch_size // count)
         whole, rest = divmod(batch_size, size)
-        outcome = (_scanned if tracing() else _looped)(piece, whole, size, state)
+        largest = overwritten(self.model.trainable_weights)
+        outcome = (_scanned if tracing() else _looped)(piece, whole, size, state, largest)
         if rest:
-            outcome = _join(outcome, piece(whole * size, rest, outcome.state))
+            outcome = _join(outcome, piece(whole * size, rest, outcome.state), largest)
         weights = self.model.trainable_weights if outcome.gradients else []
         if weights:
             outcome.gradients = [g.astype(v.dtype) for g, v in zip(outcome.gradients, weights, strict=True)]
@@ -131,8 +152,21 @@ class JaxEngine:
     take_rows = take
 
     @staticmethod
+    def pick(data: Any, samples: Sequence[int]) -> Any:
+        def picked(leaf: Any) -> Any:
+            if isinstance(leaf, sparse.JAXSparse):
+                rows = [JaxEngine.take(leaf, index, 1) for index in samples]
+                return sparse.bcoo_concatenate(rows, dimension=0)
+            # Cut on the host: by itself JAX would compile that.
+            return leaf if leaf is None else jax.device_put(np.asarray(leaf)[list(samples)])
+
+        return tree.map_structure(picked, data)
+
+    @staticmethod
     def size_of(leaf: Any) -> int:
         return int(leaf.shape[0])
+
+    insist = staticmethod(insist)
 
     def samples_for_keras(self, x: Any) -> Any:
         return first_tensor(x).shape[0]
@@ -152,7 +186,7 @@ def tracing() -> bool:
     return bool(keras.src.utils.jax_utils.is_in_jax_tracing_scope())
 
 
-def _scanned(piece: Piece, count: int, size: int, state: list[Any]) -> Outcome:
+def _scanned(piece: Piece, count: int, size: int, state: list[Any], largest: Collection[int]) -> Outcome:
     """All pieces as one loop of the compiled program, which holds one of them at a time."""
     if count == 1:
         return piece(0, size, state)
@@ -164,29 +198,36 @@ def _scanned(piece: Piece, count: int, size: int, state: list[Any]) -> Outcome:
     def body(carry: Any, index: Any) -> Any:
         state, sums, gradients = carry
         state, more_sums, more_gradients, rows = run(index * size, state)
-        sums, gradients = jax.tree.map(jnp.add, (sums, gradients), (more_sums, more_gradients))
-        return (state, sums, gradients), rows
+        sums = jax.tree.map(jnp.add, sums, more_sums)
+        return (state, sums, _accumulated(gradients, more_gradients, largest)), rows
 
     _, sums, gradients, _ = jax.eval_shape(run, jax.ShapeDtypeStruct((), jnp.int32), state)
-    zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), (sums, gradients))
-    (state, sums, gradients), rows = lax.scan(body, (state, *zeros), jnp.arange(count, dtype=jnp.int32))
-    return Outcome(state, sums, gradients, [row.reshape(count * size, *row.shape[2:]) for row in rows])
+    sums = [jnp.zeros(like.shape, like.dtype) for like in sums]
+    least = [-jnp.inf if index in largest else 0 for index in range(len(gradients))]
+    gradients = [jnp.full(like.shape, value, like.dtype) for like, value in zip(gradients, least, strict=True)]
+    (state, sums, gradients), rows = lax.scan(body, (state, sums, gradients), jnp.arange(count, dtype=jnp.int32))
+    return Outcome(state, sums, gradients, [row.reshape(-1, *row.shape[2:]) for row in rows])
 
 
-def _looped(piece: Piece, count: int, size: int, state: list[Any]) -> Outcome:
+def _looped(piece: Piece, count: int, size: int, state: list[Any], largest: Collection[int]) -> Outcome:
     outcome = piece(0, size, state)
     for index in range(1, count):
-        outcome = _join(outcome, piece(index * size, size, outcome.state))
+        outcome = _join(outcome, piece(index * size, size, outcome.state), largest)
     return outcome
 
 
-def _join(first: Outcome, second: Outcome) -> Outcome:
+def _join(first: Outcome, second: Outcome, largest: Collection[int]) -> Outcome:
     return Outcome(
         state=second.state,
         sums=[a + b for a, b in zip(first.sums, second.sums, strict=True)],
-        gradients=[_widened(a) + _widened(b) for a, b in zip(first.gradients, second.gradients, strict=True)],
+        gradients=_accumulated(first.gradients, second.gradients, largest),
         rows=[jnp.concatenate([a, b]) for a, b in zip(first.rows, second.rows, strict=True)],
     )
+
+
+def _accumulated(first: list[Any], second: list[Any], largest: Collection[int]) -> list[Any]:
+    pairs = enumerate(zip(first, second, strict=True))
+    return [jnp.maximum(a, b) if index in largest else _widened(a) + _widened(b) for index, (a, b) in pairs]
 
 
 def _widened(gradient: Any) -> Any:

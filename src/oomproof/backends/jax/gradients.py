@@ -13,7 +13,7 @@ from keras import tree
 
 from oomproof.backends.common.engine import Outcome, PendingWrites
 from oomproof.backends.common.model import first_tensor
-from oomproof.backends.common.own_loss import loss_of, sum_and_normaliser
+from oomproof.backends.common.own_loss import check_have_gradients, loss_of, own_loss
 from oomproof.backends.jax.engine import JaxEngine, tracing
 
 # Programs of loss functions that are decorated with jax.jit, so that a loop compiles each of them once.
@@ -21,9 +21,10 @@ _programs: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDicti
 
 
 def full_batch_gradients(
-    loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro_batch_size: int | None
+    loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro_batch_size: int | None, has_aux: bool
 ) -> tuple[Any, list[Any]]:
     """See `oomproof.gradients`. Inside of a function that is traced it becomes part of it."""
+    check_have_gradients(variables)
     data = tree.map_structure(lambda leaf: leaf if leaf is None else keras.ops.convert_to_tensor(leaf), data)
     # Not the jitted function itself: it would keep what it was traced with, and not see the values it is given.
     plain = getattr(loss_fn, "__wrapped__", loss_fn) if hasattr(loss_fn, "lower") else loss_fn
@@ -31,20 +32,20 @@ def full_batch_gradients(
     state = [variable for variable in read if not any(variable is v for v in variables)]
 
     def compute(values: list[Any], before: list[Any], data: Any) -> Any:
-        return _compute(plain, variables, values, state, before, data, micro_batch_size)
+        return _compute(plain, variables, values, state, before, data, micro_batch_size, has_aux)
 
     run = compute
     if plain is not loss_fn and not tracing():
         known = _programs.setdefault(loss_fn, {})
-        key = (micro_batch_size, *(id(variable) for variable in [*variables, *state]))
+        key = (micro_batch_size, has_aux, *(id(variable) for variable in [*variables, *state]))
         run = known.setdefault(key, jax.jit(compute))
-    loss, gradients, written = run([_value(v) for v in variables], [v.value for v in state], data)
+    result, gradients, written = run([_value(v) for v in variables], [v.value for v in state], data)
     if not tracing():
         # Errors arrive late on JAX: nothing is written before all of it is there.
-        jax.block_until_ready((loss, gradients, written))
+        jax.block_until_ready((result, gradients, written))
     for variable, value in zip(state, written, strict=True):
         variable.assign(value)
-    return loss, gradients
+    return result, gradients
 
 
 def _value(variable: Any) -> Any:
@@ -83,12 +84,14 @@ def _compute(
     before: list[Any],
     data: Any,
     micro_batch_size: int | None,
+    has_aux: bool,
 ) -> Any:
     batch_size = first_tensor(data).shape[0]
     count = 1 if micro_batch_size is None else -(-batch_size // micro_batch_size)
     engine = _OwnLoop()
     # Counters such as random seeds go on from piece to piece; other state is averaged.
     carried = [jnp.issubdtype(value.dtype, jnp.integer) for value in before]
+    packings: list[Callable[[list[Any]], Any]] = []
 
     def piece(start: Any, size: Any, current: list[Any]) -> Outcome:
         part = engine.take(data, start, size)
@@ -97,10 +100,11 @@ def _compute(
             known = {id(variable): value for variable, value in zip(variables, values, strict=True)}
             known |= {id(variable): value for variable, value in zip(state, current, strict=True)}
             with PendingWrites(engine.scope().state_mapping | known) as scope:
-                total, normaliser = sum_and_normaliser(loss_of(loss_fn, part))
-            return total, (normaliser, [scope.state_mapping[id(variable)] for variable in state])
+                own = own_loss(loss_fn, part, size, has_aux)
+            packings[:] = [own.packed]
+            return own.total, (own.normaliser, [scope.state_mapping[id(variable)] for variable in state], own.rows)
 
-        (total, (normaliser, after)), gradients = jax.value_and_grad(function, has_aux=True)(values)
+        (total, (normaliser, after, rows)), gradients = jax.value_and_grad(function, has_aux=True)(values)
         share = size / batch_size
         return Outcome(
             # What is not carried starts from the same value in every piece.
@@ -111,6 +115,7 @@ def _compute(
                 *(new * share for kept, new in zip(carried, after, strict=True) if not kept),
             ],
             gradients=gradients,
+            rows=rows,
         )
 
     outcome = engine.over_pieces(piece, batch_size, count, before)
@@ -123,7 +128,8 @@ def _compute(
     # Nothing counted is nothing learned, and no division by zero.
     divisor = jnp.where(normaliser == 0, 1, normaliser)
     gradients = [(g / divisor.astype(g.dtype)).astype(v.dtype) for g, v in zip(outcome.gradients, values, strict=True)]
-    return total / divisor, gradients, written
+    loss = total / divisor
+    return (loss, packings[0](outcome.rows)) if has_aux else loss, gradients, written
 
 
 class _OwnLoop(JaxEngine):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +18,16 @@ _AS_IT_COMES = 95
 _STEP = 5
 
 
+class EscapedTensorError(Exception):
+    """A function uses a tensor of a loop that is over. JAX would take it for one more argument."""
+
+
 class Program:
     """A function compiled for arguments of one signature; run as it is where Keras would not compile it.
 
     Args:
         function: What to compile. May be set later, before `compile`.
+        variables: Those whose values it takes first, in this order, whatever order the model has them in by now.
         eager: Do not compile it.
         donate: Arguments that are given away.
         gradients: For a program that also runs the optimizer: bytes of the gradients, which it need not hand out.
@@ -39,11 +44,13 @@ class Program:
         self,
         function: Callable[..., Any] | None,
         eager: bool,
+        variables: Sequence[Any] = (),
         donate: tuple[int, ...] = (),
         gradients: int | None = None,
         repeats: bool = False,
     ) -> None:
         self.function = function
+        self._variables = list(variables)
         self.written: list[Any] = []
         self.temporary = 0
         self.proven = False
@@ -61,7 +68,10 @@ class Program:
         if self._eager:
             return
         on_cpu = jax.default_backend() == "cpu"
-        lowered = jax.jit(self.function, donate_argnums=self._donate).lower(*arguments)
+        traced = jax.jit(self.function, donate_argnums=self._donate).trace(*arguments)
+        if len(traced.jaxpr.in_avals) > len(jax.tree.leaves(arguments)):
+            raise EscapedTensorError
+        lowered = traced.lower()
         options = _BARRIERS_STAY if self._repeats and on_cpu else {}
         if room is not None:
             options = options | limited_to(room, arguments, lowered.out_info)
@@ -70,6 +80,10 @@ class Program:
         if analysis is not None:
             self.temporary = int(analysis.temp_size_in_bytes)
             self._results = int(analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+
+    def values(self) -> list[Any]:
+        """What its variables hold now."""
+        return [variable._value for variable in self._variables]
 
     def needs(self, data: Any = ()) -> int:
         """Bytes it takes beyond what is on the device already. Data on the host has to be put there."""

@@ -16,7 +16,7 @@ _live: weakref.WeakKeyDictionary[Any, LiveState] = weakref.WeakKeyDictionary()
 class LiveState:
     """The variables of a model, in the order of Keras's state, looked up once: that takes longer than a small step."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, before: LiveState | None = None) -> None:
         self.trainable = list(model.trainable_variables)
         self.non_trainable = list(model.non_trainable_variables)
         # A model that was never compiled has not even the attribute.
@@ -26,6 +26,12 @@ class LiveState:
         everything = [*self.trainable, *self.non_trainable, *self.optimizer, *self.metrics]
         self.variables = list({id(variable): variable for variable in everything}.values())
         self.handed_out: Any = None
+        # By phase, what Keras's function sees of the model: a list of other variables is another trace.
+        self.orders: dict[str, Order] = {}
+        for phase in ("train", "test", "predict"):
+            order = Order(self.lists(phase))
+            # The same object where nothing has changed: it is compared in every step.
+            self.orders[phase] = before.orders[phase] if before and before.orders[phase] == order else order
 
     def lists(self, phase: str) -> list[list[Any]]:
         metrics = [] if phase == "predict" else [self.metrics]
@@ -43,7 +49,22 @@ class LiveState:
         return state
 
 
+class Order:
+    """The variables in some lists and their places, to be compared. It holds them, so that none can be another."""
+
+    def __init__(self, lists: list[list[Any]]) -> None:
+        self._held = lists
+        self._places = tuple(tuple(map(id, variables)) for variables in lists)
+        self._hash = hash(self._places)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Order) and self._places == other._places)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 def live_state(model: Any, anew: bool = False) -> LiveState:
     if anew or model not in _live:
-        _live[model] = LiveState(model)
+        _live[model] = LiveState(model, _live.get(model))
     return _live[model]

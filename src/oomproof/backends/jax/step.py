@@ -11,25 +11,30 @@ slots given away, after a look at whether its program has the memory it is known
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import keras
 import numpy as np
 from keras import tree
 
+from oomproof.backends.common.draws import Draw, Rows
 from oomproof.backends.common.engine import PendingWrites
-from oomproof.backends.common.model import unpack
+from oomproof.backends.common.model import seed_variables, unpack, uses_kept_tensor
 from oomproof.backends.common.phases import Phases
+from oomproof.backends.common.predictions import predicted, tensors_in
+from oomproof.backends.common.proving import StepValues
 from oomproof.backends.common.step import ModelStep, batch_leaves
 from oomproof.backends.jax import batches
 from oomproof.backends.jax.device import JaxMemory
 from oomproof.backends.jax.engine import JaxEngine
 from oomproof.backends.jax.flights import Flight
-from oomproof.backends.jax.programs import Program, signature
-from oomproof.backends.jax.state import live_state
+from oomproof.backends.jax.programs import EscapedTensorError, Program, signature
+from oomproof.backends.jax.state import LiveState, live_state
 from oomproof.records import Phase
 
+# For programs that run once.
+_QUICKLY_COMPILED: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Of the memory there is. Smaller batches are on the device as Keras puts them there.
 _LARGE = 0.005
 
@@ -42,7 +47,7 @@ class JaxStep(ModelStep):
         self._memory = memory
         self._apart_from_host = jax.default_backend() != "cpu"
         self._eager = bool(model.run_eagerly) or not model.jit_compile
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, Any] = {}
         self._flights: list[Flight] = []
 
     def _forget_programs(self) -> None:
@@ -69,6 +74,7 @@ class JaxStep(ModelStep):
     def train(self, data: Any, pieces: int, lean: bool, spec: Any = None) -> Any:
         if pieces > 1:
             self._examine(data)
+            self._learn_draws(data, training=True)
         data = self._in_place(data, pieces)
         if lean:
             return self._train_in_place(data, pieces)
@@ -77,6 +83,7 @@ class JaxStep(ModelStep):
     def test(self, data: Any, pieces: int, spec: Any = None) -> Any:
         if pieces > 1:
             self._examine(data)
+            self._learn_draws(data, training=False)
         return self._launch("test", data, pieces, spec)
 
     def _launch(self, phase: Phase, data: Any, pieces: int, spec: Any) -> Any:
@@ -85,7 +92,7 @@ class JaxStep(ModelStep):
         if not (program.proven and program.roomy) or self._memory.is_short_of(program.needs(data), in_flight):
             self.settle()
             program.check_room(self._memory, self.budget, data)
-        outcome = program(self._values(), data)
+        outcome = program(program.values(), data)
         _, pending, logs = outcome
         updates = list(zip(program.written, pending, strict=True))
         if self._eager or not (program.proven and program.roomy):
@@ -125,7 +132,7 @@ class JaxStep(ModelStep):
         self.settle()
         program = self._program("gradients", data, pieces)
         program.check_room(self._memory, self.budget, data)
-        gradients, pending, logs = jax.block_until_ready(program(self._values(), data))
+        gradients, pending, logs = jax.block_until_ready(program(program.values(), data))
         updates = list(zip(program.written, pending, strict=True))
         if gradients:
             try:
@@ -138,24 +145,32 @@ class JaxStep(ModelStep):
 
     def predict(self, data: Any, pieces: int, spec: Any = None) -> Any:
         self.settle()
-        size = self.batch_size(data)
-        parts, updates = [], []
-        for index in range(pieces):
-            start = index * size // pieces
-            piece = self.engine.take(data, start, (index + 1) * size // pieces - start) if pieces > 1 else data
-            program = self._program("predict", piece, 1)
+        updates: list[tuple[Any, Any]] = []
+        if pieces > 1:
+            self._learn_draws(data, training=False)
+
+        def outputs(piece: Any, *within: Any) -> Any:
+            program = self._program("predict", piece, 1, within)
             program.check_room(self._memory, self.budget, piece)
-            _, pending, outputs = jax.block_until_ready(program(self._values(), piece))
-            updates = list(zip(program.written, pending, strict=True))
+            _, pending, found = jax.block_until_ready(program(program.values(), piece, *within[:1]))
+            updates[:] = zip(program.written, pending, strict=True)
+            return found
+
+        def on_host(start: int, size: int) -> Any:
             # Straight to the host: the predictions of the whole batch need not be on the device at once.
-            parts.append(tree.map_structure(np.asarray, outputs) if pieces > 1 else outputs)
+            piece = self.engine.take(data, start, size)
+            within = (np.int32(start), self.batch_size(data)) if False in self.draws.random else ()
+            return jax.tree.map(np.asarray, outputs(piece, *within))
+
+        found = outputs(data) if pieces == 1 else predicted(on_host, self.batch_size(data), pieces, np.concatenate)
         _assign(updates)
-        return parts[0] if pieces == 1 else tree.map_structure(lambda *leaves: np.concatenate(leaves), *parts)
+        return found
 
     def probe(self, data: Any, samples: int, phase: Phase) -> None:
         """Nothing is run: a program says what it needs when it is compiled, and is kept for when it is used."""
         if phase != "predict":
             self._examine(data)
+        self._learn_draws(data, training=phase == "train")
         few, pieces = data, -(-self.batch_size(data) // samples)
         if phase == "predict" or self._eager:
             few, pieces = self.engine.take(data, 0, samples), 1
@@ -163,7 +178,7 @@ class JaxStep(ModelStep):
             few = self._in_place(few, pieces)
         program = self._program(phase, few, pieces)
         if self._eager:
-            jax.block_until_ready(program(self._values(), few))
+            jax.block_until_ready(program(program.values(), few))
         else:
             self._memory.ran(program.needs(few), self._memory.current())
 
@@ -189,9 +204,10 @@ class JaxStep(ModelStep):
     def _apply(self, slots: list[Any], gradients: list[Any], weights: list[Any]) -> Program:
         if "apply" not in self._programs:
             program = Program(self._updated, self._eager, donate=(0, 2))
-            program.compile(slots, gradients, weights)
+            with self.as_traced():
+                program.compile(slots, gradients, weights)
             self._programs["apply"] = program
-        return self._programs["apply"]
+        return cast(Program, self._programs["apply"])
 
     def _updated(self, slots: list[Any], gradients: Sequence[Any], weights: list[Any]) -> Any:
         live = live_state(self.model)
@@ -200,30 +216,41 @@ class JaxStep(ModelStep):
 
     # Programs
 
-    def _values(self) -> list[Any]:
-        return [variable._value for variable in live_state(self.model).variables]
+    def prepare(self, data: Any, phase: Phase) -> None:
+        super().prepare(data, phase)
+        # Whoever asks has seen that the model may have changed: the lists that Keras was given need not be its own.
+        live_state(self.model, anew=True)
 
-    def _program(self, kind: str, data: Any, pieces: int) -> Program:
-        key = (kind, pieces, signature(data))
+    def trace_key(self, phase: Phase, data: Any, spec: Any) -> Any:
+        order = live_state(self.model).orders[phase]
+        return order if self._eager else (order, signature(data))
+
+    def _program(self, kind: str, data: Any, pieces: int, within: tuple[Any, ...] = ()) -> Program:
+        """A program. `within` is where the data begins in the batch that it is a part of, and that one's size."""
+        key = (kind, pieces, signature(data), within[1:])
         if key not in self._programs:
+            live = live_state(self.model)
             gradients = self.resident()["gradients"] if kind == "train" else None
-            program = Program(None, self._eager, gradients=gradients, repeats=bool(self.recompute))
-            program.function = self._compute(program, kind, pieces)
-            program.compile(self._values(), data, room=self._memory.room(self.budget))
+            program = Program(None, self._eager, live.variables, gradients=gradients, repeats=bool(self.recompute))
+            program.function = self._compute(program, kind, pieces, live, *within[1:])
+            try:
+                with self.as_traced():
+                    program.compile(program.values(), data, *within[:1], room=self._memory.room(self.budget))
+            except EscapedTensorError as error:
+                raise uses_kept_tensor(self.model) from error
             self._programs[key] = program
-        return self._programs[key]
+        return cast(Program, self._programs[key])
 
-    def _compute(self, program: Program, kind: str, pieces: int) -> Callable[..., Any]:
-        live = live_state(self.model)
-        training = kind in ("train", "gradients")
+    def _compute(self, program: Program, kind: str, pieces: int, live: LiveState, whole: int = 0) -> Callable[..., Any]:
+        training = kind in ("train", "values", "gradients")
 
-        def compute(values: list[Any], data: Any) -> Any:
+        def compute(values: list[Any], data: Any, *start: Any) -> Any:
             phases = Phases(self.model, self.engine, self._added_losses)
             gradients: Sequence[Any] = ()
             known = {id(v): value for v, value in zip(live.variables, values, strict=True)}
             with PendingWrites(known) as scope:
                 if kind == "predict":
-                    logs = self.engine.call(unpack(data)[0], False)
+                    logs = self._outputs(data, start, whole)
                 elif pieces > 1:
                     gradients, logs = phases.split(data, pieces, training)
                 else:
@@ -233,15 +260,47 @@ class JaxStep(ModelStep):
             pending = scope.pending()
             program.written = [variable for variable, _ in pending]
             found = _placed([value for _, value in pending], program.written)
-            if kind == "train" and gradients:
+            if kind in ("train", "values") and gradients:
                 slots, weights = ([known[id(v)] for v in some] for some in (live.optimizer, live.trainable))
                 new_weights, new_slots = self._updated(slots, gradients, weights)
                 program.written += [*live.trainable, *live.optimizer]
                 found += [*new_weights, *new_slots]
-                gradients = ()
+                gradients = () if kind == "train" else gradients
             return _placed(gradients, live.trainable) if gradients else [], found, logs
 
         return compute
+
+    def step_values(self, data: Any, pieces: int) -> StepValues:
+        program, run = self._values_program(data, pieces)
+        values = program.values()
+        # On the host there is room for it, and compiling for it takes seconds.
+        host = jax.local_devices(backend="cpu")[0] if keras.distribution.distribution() is None else None
+        if host is not None:
+            values, data = jax.device_put((values, data), host)
+        with jax.default_device(host), self.as_traced():
+            gradients, written, logs = run(values, data)
+        return StepValues(gradients, list(zip(program.written, written, strict=True)), logs)
+
+    def _values_program(self, data: Any, pieces: int) -> tuple[Program, Callable[..., Any]]:
+        key = ("values", pieces, signature(data), self.recompute)
+        known = self._programs.get(key)
+        if known is None:
+            live = live_state(self.model)
+            program = Program(None, self._eager, live.variables)
+            program.function = self._compute(program, "values", pieces, live)
+            run = program.function if self._eager else jax.jit(program.function, compiler_options=_QUICKLY_COMPILED)
+            known = program, run
+            if not seed_variables(self.model):
+                # With random layers, what is drawn in another order is another program.
+                self._programs[key] = known
+        return known
+
+    def _outputs(self, data: Any, start: tuple[Any, ...], whole: int) -> Any:
+        x = unpack(data)[0]
+        if not start:
+            return self.engine.call(x, False)
+        with self.engine.drawing(Rows(start[0], self.batch_size(data), whole)):
+            return self.engine.call(x, False)
 
     def evaluate(self, function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
         variables = live_state(self.model).variables
@@ -250,23 +309,40 @@ class JaxStep(ModelStep):
             with PendingWrites({id(v): value for v, value in zip(variables, values, strict=True)}):
                 return function(*arguments)
 
-        found: list[Any] = (compute if self._eager else jax.jit(compute))(self._values(), arguments)
+        run = compute if self._eager else jax.jit(compute, compiler_options=_QUICKLY_COMPILED)
+        with self.as_traced():
+            return list(run([v._value for v in variables], arguments))
+
+    def _recorded_draws(self, data: Any, training: bool) -> list[Draw]:
+        if self._eager:
+            return super()._recorded_draws(data, training)
+        with self.engine.recorded_draws() as found:
+            self._number_of_losses(data, training)  # A trace, and nothing else.
         return found
 
-    def _added_by_layers(self, data: Any, training: bool, moved: bool = False) -> list[float]:
+    def _added_by_layers(self, data: Any, training: bool, rows: Rows, moved: bool = False) -> list[float]:
         if not self._eager and not self._number_of_losses(data, training):
             return []  # Known from a trace: nothing has to be compiled to see it.
-        return super()._added_by_layers(data, training, moved)
+        return super()._added_by_layers(data, training, rows, moved)
 
     def _number_of_losses(self, data: Any, training: bool) -> int:
+        return len(self._shapes(data, training)[1])
+
+    def _rows_of_outputs(self, data: Any) -> list[int]:
+        return [output.shape[0] if output.shape else 0 for output in self._shapes(data, training=False)[0]]
+
+    def _shapes(self, data: Any, training: bool) -> tuple[list[Any], list[Any]]:
+        """Shapes of the outputs, and of the losses that layers add, from a trace."""
         variables = live_state(self.model).variables
 
-        def compute(values: list[Any], data: Any) -> list[Any]:
+        def compute(values: list[Any], data: Any) -> tuple[list[Any], list[Any]]:
             with PendingWrites({id(v): value for v, value in zip(variables, values, strict=True)}) as scope:
-                self.engine.call(unpack(data)[0], training)
-            return list(scope.losses)
+                outputs = self.engine.call(unpack(data)[0], training)
+            return tensors_in(outputs), list(scope.losses)
 
-        return len(jax.eval_shape(compute, self._values(), data))
+        with self.as_traced():
+            shapes: tuple[list[Any], list[Any]] = jax.eval_shape(compute, [v._value for v in variables], data)
+        return shapes
 
 
 def _assign(updates: list[tuple[Any, Any]]) -> None:

@@ -87,8 +87,12 @@ class TensorFlowBackend:
     def inside_graph(self) -> bool:
         return not tf.executing_eagerly()
 
-    def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
-        return full_batch_gradients(loss_fn, variables, data, micro)
+    own_variables = (tf.Variable,)
+
+    def gradients(
+        self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None, has_aux: bool
+    ) -> Any:
+        return full_batch_gradients(loss_fn, variables, data, micro, has_aux)
 
     def batch_on_device(self, model: Any, workload: Workload) -> float:
         # XLA's programs take whole batches. On a CPU the host's memory is what there is.

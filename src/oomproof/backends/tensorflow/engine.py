@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 from keras import tree
 from tensorflow.python.eager import record
 from tensorflow.python.eager.tape import variable_accessed
+from tensorflow.python.framework.errors_impl import InaccessibleTensorError
 
+from oomproof.backends.common.drawing import RandomNumbers
 from oomproof.backends.common.engine import Compute, Outcome, Piece
-from oomproof.backends.common.model import call, first_tensor
+from oomproof.backends.common.model import call, first_tensor, overwritten
 from oomproof.backends.common.recompute import recomputing
-from oomproof.backends.tensorflow.pieces import finished, over_pieces, size_of, take
+from oomproof.backends.tensorflow.draws import TensorFlowRandom
+from oomproof.backends.tensorflow.insist import insist
+from oomproof.backends.tensorflow.pieces import finished, number_of_pieces, over_pieces, pick, size_of, take
 from oomproof.backends.tensorflow.writes import PendingWrites
 
 
-class TensorFlowEngine:
+class TensorFlowEngine(RandomNumbers):
     """See `common.engine.Engine`.
 
     Args:
@@ -27,18 +32,30 @@ class TensorFlowEngine:
 
     Attributes:
         from_host: Whether batches are in the host's memory, and cut there.
+        shared_rows: Positions of the weights whose sparse gradient has the same rows whatever the samples, such as that
+            of positions that are looked up: pieces add to them. Rows of others are put one behind the other.
     """
 
     wide = "float64"
     tensor = tf.Tensor
+    gone: tuple[type[Exception], ...] = (InaccessibleTensorError,)
     recompute: tuple[str, ...] = ()
     from_host = False
+    shared_rows: frozenset[int] = frozenset()
     take_rows = staticmethod(take)
     size_of = staticmethod(size_of)
+    insist = staticmethod(insist)
 
     def __init__(self, model: Any, static: bool = False) -> None:
+        super().__init__(model, TensorFlowRandom(compiled=static))
         self.model = model
         self.static = static
+
+    @property
+    def multiplies_coarsely(self) -> bool:
+        return (
+            bool(tf.config.list_logical_devices("GPU")) and tf.config.experimental.tensor_float_32_execution_enabled()
+        )
 
     def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
         return PendingWrites(self.model.trainable_variables, state)
@@ -115,6 +132,9 @@ class TensorFlowEngine:
             with tf.control_dependencies(slopes):
                 yield [tf.identity(tensor) for tensor in tensors]
 
+    def losses_of_call(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def run(self, compute: Compute, inputs: Sequence[Any] = ()) -> list[Any]:
         return compute(*inputs)[1]
 
@@ -131,12 +151,17 @@ class TensorFlowEngine:
         return results, found[: len(variables)], found[len(variables) :]
 
     def over_pieces(self, piece: Piece, batch_size: Any, count: Any, state: list[Any]) -> Outcome:
-        outcome = over_pieces(piece, batch_size, count, [tf.convert_to_tensor(v) for v in state], self.static)
-        outcome.gradients = finished(outcome.gradients, [v._value for v in self.model.trainable_weights])
+        weights, values = self.model.trainable_weights, [tf.convert_to_tensor(v) for v in state]
+        outcome = over_pieces(piece, batch_size, count, values, self.static, overwritten(weights))
+        pieces = number_of_pieces(batch_size, count, self.static)
+        outcome.gradients = finished(outcome.gradients, [v._value for v in weights], pieces, self.shared_rows)
         return outcome
 
     def take(self, data: Any, start: Any, size: Any) -> Any:
         return take(data, start, size, self.from_host)
+
+    def pick(self, data: Any, samples: Sequence[int]) -> Any:
+        return pick(data, samples)
 
     def samples_for_keras(self, x: Any) -> Any:
         return tf.shape(first_tensor(x))[0]

@@ -11,40 +11,41 @@ import tensorflow as tf
 from keras import tree
 
 from oomproof.backends.common.engine import Outcome
-from oomproof.backends.common.own_loss import loss_of, sum_and_normaliser
+from oomproof.backends.common.own_loss import check_have_gradients, loss_of, own_loss
 from oomproof.backends.common.step import batch_leaves
 from oomproof.backends.tensorflow.pieces import finished, over_pieces, size_of, take
 from oomproof.backends.tensorflow.writes import PendingWrites, after
 
 # Programs of loss functions that are tf.functions, so that a loop compiles each of them once.
-_programs: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+_programs: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
 
 
 def full_batch_gradients(
-    loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro_batch_size: int | None
+    loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro_batch_size: int | None, has_aux: bool
 ) -> tuple[Any, list[Any]]:
     """See `oomproof.gradients`. Inside of a tf.function it becomes part of its graph."""
+    check_have_gradients(variables)
     data = tree.map_structure(lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), data)
     size = size_of(batch_leaves(data)[0])
     # Inside of a graph the number of samples may be unknown: then so is the number of pieces.
     pieces = 1 if micro_batch_size is None else -(-size // micro_batch_size)
     python_function = getattr(loss_fn, "python_function", None)
     if python_function is None:
-        return _compute(loss_fn, variables, data, pieces)
+        return _compute(loss_fn, variables, data, pieces, has_aux)
     if not tf.executing_eagerly():
-        return _compute(_with_control_flow(python_function), variables, data, pieces)
+        return _compute(_with_control_flow(python_function), variables, data, pieces, has_aux)
     known = _programs.setdefault(loss_fn, {})
-    key = tuple(id(variable) for variable in variables)
+    key = (has_aux, *(id(variable) for variable in variables))
     if key not in known:
         # Not the tf.function itself: what it writes to Keras variables would stay inside of its graph.
         converted = _with_control_flow(python_function)
         known[key] = tf.function(
-            lambda data, count: _compute(converted, variables, data, count),
+            lambda data, count: _compute(converted, variables, data, count, has_aux),
             reduce_retracing=True,
             autograph=False,
         )
-    loss, gradients = known[key](data, tf.cast(pieces, tf.int64))
-    return loss, gradients
+    result, gradients = known[key](data, tf.cast(pieces, tf.int64))
+    return result, gradients
 
 
 def _with_control_flow(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,19 +58,23 @@ def _with_control_flow(function: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
-def _compute(loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, pieces: Any) -> tuple[Any, list[Any]]:
+def _compute(
+    loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, pieces: Any, has_aux: bool
+) -> tuple[Any, list[Any]]:
     tracked = [variable for variable in variables if isinstance(variable, keras.Variable)]
     values = [variable._value if isinstance(variable, keras.Variable) else variable for variable in variables]
     batch_size = size_of(batch_leaves(data)[0])
     carried = [] if isinstance(pieces, int) and pieces == 1 else _counters(loss_fn, tracked, data)
     written: list[tuple[Any, Any]] = []
+    packings: list[Callable[[list[Any]], Any]] = []
 
     def piece(start: Any, size: Any, state: list[Any]) -> Outcome:
         scope = PendingWrites(tracked, list(zip(carried, state, strict=True)))
         with scope, tf.GradientTape() as tape:
             tape.watch(values)
-            total, normaliser = sum_and_normaliser(loss_of(loss_fn, take(data, start, size)))
-        found = tape.gradient(total, values)
+            own = own_loss(loss_fn, take(data, start, size), size if isinstance(size, int) else None, has_aux)
+        packings[:] = [own.packed]
+        found = tape.gradient(own.total, values)
         for gradient, variable in zip(found, values, strict=True):
             if isinstance(gradient, tf.Tensor):
                 gradient.set_shape(variable.shape)
@@ -80,11 +85,12 @@ def _compute(loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, p
         return Outcome(
             state=[scope.get_current_value(variable) for variable in carried],
             sums=[
-                total,
-                tf.cast(normaliser, total.dtype),
+                own.total,
+                tf.cast(own.normaliser, own.total.dtype),
                 *(tf.cast(value, tf.float64) * share for _, value in pending),
             ],
             gradients=found,
+            rows=own.rows,
         )
 
     start = [tf.convert_to_tensor(variable.value) for variable in carried]
@@ -96,11 +102,22 @@ def _compute(loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, p
     updates += zip(carried, outcome.state, strict=True)
     gradients = [_divided(gradient, normaliser) for gradient in finished(outcome.gradients, values)]
     loss = tf.math.divide_no_nan(total, normaliser)
+    rows = [_with_a_row_each(leaf, batch_size) for leaf in outcome.rows]
     dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
-    with after([loss, *dense, *(value for _, value in updates)]):
+    with after([loss, *dense, *rows, *(value for _, value in updates)]):
         for variable, value in updates:
             variable.assign(value)
-    return loss, gradients
+    return (loss, packings[0](rows)) if has_aux else loss, gradients
+
+
+def _with_a_row_each(leaf: Any, batch_size: Any) -> Any:
+    """Auxiliary outputs of all pieces, whose sizes may not have been known while tracing."""
+    wrong = "oomproof.gradients: an auxiliary output of `loss_fn` does not have a row for each sample"
+    if not tf.executing_eagerly():
+        tf.debugging.assert_equal(tf.shape(leaf, out_type=tf.int64)[0], tf.cast(batch_size, tf.int64), wrong)
+    if isinstance(batch_size, int):
+        leaf.set_shape([batch_size, *leaf.shape[1:]])
+    return leaf
 
 
 def _counters(loss_fn: Callable[..., Any], tracked: Sequence[Any], data: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -70,7 +70,21 @@ def take(data: Any, start: Any, size: Any, from_host: bool = False) -> Any:
     return tree.map_structure(placed, data)
 
 
-def over_pieces(piece: Piece, batch_size: Any, count: Any, state: list[Any], static: bool) -> Outcome:
+def pick(data: Any, samples: Sequence[int]) -> Any:
+    """Some samples of a batch, in this order."""
+
+    def picked(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        rows = [take(leaf, index, 1) for index in samples]
+        return tf.sparse.concat(0, rows) if isinstance(leaf, tf.SparseTensor) else tf.concat(rows, axis=0)
+
+    return tree.map_structure(picked, data)
+
+
+def over_pieces(
+    piece: Piece, batch_size: Any, count: Any, state: list[Any], static: bool, largest: Collection[int] = ()
+) -> Outcome:
     """Runs `piece(start, size, state)` for each piece in turn.
 
     Args:
@@ -79,9 +93,10 @@ def over_pieces(piece: Piece, batch_size: Any, count: Any, state: list[Any], sta
         count: Number of pieces: an int, or a tensor so that it can change without a new trace.
         state: What the first piece starts from.
         static: Piece sizes must be known while tracing, as XLA wants it. `batch_size` and `count` are ints then.
+        largest: Positions of gradients that are not added up: the largest values count.
     """
     if tf.executing_eagerly():
-        return _eagerly(piece, int(batch_size), int(count), state)
+        return _eagerly(piece, int(batch_size), int(count), state, largest)
     if isinstance(count, int) and count == 1:
         return piece(0, batch_size, state)
     if not static:
@@ -91,55 +106,82 @@ def over_pieces(piece: Piece, batch_size: Any, count: Any, state: list[Any], sta
             start = index * batch_size // count
             return start, (index + 1) * batch_size // count - start
 
-        return _in_graph(piece, count, bounds, state)
+        return _in_graph(piece, count, bounds, state, largest)
     size = -(-batch_size // count)
     whole, rest = divmod(batch_size, size)
-    outcome = _in_graph(piece, whole, lambda index: (index * size, size), state)
+    outcome = _in_graph(piece, whole, lambda index: (index * size, size), state, largest)
     if rest:
         last = piece(whole * size, rest, outcome.state)
-        outcome = _join(outcome, last)
+        outcome = _join(outcome, last, largest)
     return outcome
 
 
-def _eagerly(piece: Piece, batch_size: int, count: int, state: list[Any]) -> Outcome:
+def _eagerly(piece: Piece, batch_size: int, count: int, state: list[Any], largest: Collection[int]) -> Outcome:
     outcome: Outcome | None = None
     for index in range(count):
         start = index * batch_size // count
         size = (index + 1) * batch_size // count - start
         last = piece(start, size, state if outcome is None else outcome.state)
-        outcome = last if outcome is None else _join(outcome, last)
+        outcome = last if outcome is None else _join(outcome, last, largest)
     assert outcome is not None
     return outcome
 
 
-def _join(first: Outcome, second: Outcome) -> Outcome:
+def _join(first: Outcome, second: Outcome, largest: Collection[int]) -> Outcome:
+    pairs = enumerate(zip(first.gradients, second.gradients, strict=True))
     return Outcome(
         state=second.state,
         sums=[a + b for a, b in zip(first.sums, second.sums, strict=True)],
-        gradients=[_accumulated(a, b) for a, b in zip(first.gradients, second.gradients, strict=True)],
+        gradients=[_accumulated(a, b, index in largest) for index, (a, b) in pairs],
         rows=[tf.concat([a, b], axis=0) for a, b in zip(first.rows, second.rows, strict=True)],
     )
 
 
-def _accumulated(a: Any, b: Any) -> Any:
+def _accumulated(a: Any, b: Any, larger: bool) -> Any:
     if a is None or b is None:
         return b if a is None else a
+    if larger:
+        return tf.maximum(a, b)
     if isinstance(a, tf.IndexedSlices):
         values, indices = tf.concat([a.values, b.values], axis=0), tf.concat([a.indices, b.indices], axis=0)
         return tf.IndexedSlices(values, indices)
     return _widened(a) + _widened(b)
 
 
-def finished(gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
-    """Gradients as a tape gives them: in the precision of their variables, sparse ones with the variable's shape."""
+def finished(
+    gradients: list[Any], variables: Sequence[Any], pieces: Any = 1, shared: Collection[int] = ()
+) -> list[Any]:
+    """Gradients as a tape gives them: in the precision of their variables, sparse ones with the variable's shape.
 
-    def finish(gradient: Any, variable: Any) -> Any:
+    Args:
+        gradients: Of all pieces.
+        variables: Their variables.
+        pieces: Number of pieces.
+        shared: Positions of sparse gradients whose rows the whole batch has once, and here each piece has.
+    """
+
+    def finish(position: int, gradient: Any, variable: Any) -> Any:
         if isinstance(gradient, tf.IndexedSlices):
-            shape = tf.constant(tuple(variable.shape), gradient.indices.dtype)
-            return tf.IndexedSlices(gradient.values, gradient.indices, dense_shape=shape)
+            values, indices = gradient.values, gradient.indices
+            if position in shared:
+                rows = tf.shape(indices)[0] // tf.cast(pieces, tf.int32)
+                by_piece = tf.reshape(values, tf.concat([[tf.cast(pieces, tf.int32), rows], tf.shape(values)[1:]], 0))
+                values, indices = tf.reduce_sum(by_piece, axis=0), indices[:rows]
+                values.set_shape([None, *variable.shape[1:]])
+            shape = tf.constant(tuple(variable.shape), indices.dtype)
+            return tf.IndexedSlices(values, indices, dense_shape=shape)
         return gradient if gradient is None else tf.cast(gradient, variable.dtype)
 
-    return [finish(*pair) for pair in zip(gradients, variables, strict=True)] if gradients else []
+    if not gradients:
+        return []
+    return [finish(at, *pair) for at, pair in enumerate(zip(gradients, variables, strict=True))]
+
+
+def number_of_pieces(batch_size: Any, count: Any, static: bool) -> Any:
+    """How many pieces `over_pieces` really makes: under XLA they are all of one size but for the last."""
+    if not static or tf.executing_eagerly():
+        return count
+    return -(-batch_size // -(-batch_size // count))
 
 
 def _widened(gradient: Any) -> Any:
@@ -149,9 +191,16 @@ def _widened(gradient: Any) -> Any:
     return gradient
 
 
-def _in_graph(piece: Piece, count: Any, bounds: Callable[[Any], tuple[Any, Any]], state: list[Any]) -> Outcome:
+def _in_graph(
+    piece: Piece,
+    count: Any,
+    bounds: Callable[[Any], tuple[Any, Any]],
+    state: list[Any],
+    largest: Collection[int],
+) -> Outcome:
     like = _traced_once(piece, bounds, state)
     dense = [index for index, g in enumerate(like.gradients) if isinstance(g, tf.Tensor)]
+    larger = [False] * len(like.sums) + [index in largest for index in dense]
     sparse = [index for index, g in enumerate(like.gradients) if isinstance(g, tf.IndexedSlices)]
 
     def lists(tensors: list[Any]) -> list[tf.TensorArray]:
@@ -184,7 +233,8 @@ def _in_graph(piece: Piece, count: Any, bounds: Callable[[Any], tuple[Any, Any]]
             start, size = bounds(index)
             at, after = tf.cast(index, tf.int32), index + 1
         outcome = piece(start, size, state)
-        sums = [total + value for total, value in zip(sums, adding(outcome), strict=True)]
+        both = zip(larger, sums, adding(outcome), strict=True)
+        sums = [tf.maximum(total, value) if kept else total + value for kept, total, value in both]
         arrays = [array.write(at, part) for array, part in zip(arrays, listed(outcome), strict=True)]
         return after, outcome.state, sums, arrays
 
@@ -193,7 +243,10 @@ def _in_graph(piece: Piece, count: Any, bounds: Callable[[Any], tuple[Any, Any]]
     start = (
         zero,
         state,
-        [tf.zeros(value.shape, value.dtype) for value in adding(like)],
+        [
+            tf.fill(value.shape, value.dtype.min) if kept else tf.zeros(value.shape, value.dtype)
+            for kept, value in zip(larger, adding(like), strict=True)
+        ],
         lists(listed(like)),
     )
     _, state, sums, arrays = tf.while_loop(
@@ -215,7 +268,10 @@ def _in_graph(piece: Piece, count: Any, bounds: Callable[[Any], tuple[Any, Any]]
 
 
 def _traced_once(piece: Piece, bounds: Callable[[Any], tuple[Any, Any]], state: list[Any]) -> Outcome:
-    """The structure of what a piece hands on, from a trace that is thrown away."""
+    """What a piece hands on, its gradients as they are added up, from a trace that is thrown away."""
     with tf.__internal__.FuncGraph("shape_of_a_piece").as_default():
         start, size = bounds(tf.constant(0, tf.int64))
-        return piece(start, size, state)
+        outcome = piece(start, size, state)
+        # Nothing more can be computed from them outside of this graph.
+        outcome.gradients = [_widened(gradient) for gradient in outcome.gradients]
+        return outcome

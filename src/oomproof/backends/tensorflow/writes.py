@@ -30,6 +30,7 @@ _SCATTERS: dict[str, Callable[..., Any]] = {
     "scatter_sub": tf.tensor_scatter_nd_sub,
     "scatter_update": tf.tensor_scatter_nd_update,
 }
+_OPTIONS: dict[str, dict[str, Any]] = {"assign": {"read_value": False}}
 
 
 class PendingWrites(Pending):
@@ -79,6 +80,12 @@ class PendingWrites(Pending):
         self._differentiated = set()
         self.updating = True
 
+    def settled(self) -> list[tuple[Any, Any]]:
+        """(variable, new value) of every write, none of them sparse any more."""
+        for variable, _ in list(self._scattered.values()):
+            self.get_current_value(variable)
+        return [(variable, tf.cast(value, variable._value.dtype)) for variable, value in self.pending()]
+
     def writes(self) -> list[tuple[Any, str, Any]]:
         """(variable, how it is written, what is written), sparse writes first."""
         sparse = [(v, kind, slices) for v, scatters in self._scattered.values() for kind, slices in scatters]
@@ -87,13 +94,50 @@ class PendingWrites(Pending):
 
 def commit(writes: Sequence[tuple[Any, str, Any]], results: Sequence[Any]) -> None:
     """Writes everything, once everything has been computed, `results` included."""
+    if tf.executing_eagerly():
+        _commit_eagerly(writes)
+        return
     values = [value.values if isinstance(value, tf.IndexedSlices) else value for *_, value in writes]
     # What has an effect runs though nobody takes its result, and could fail when half of the writing is done.
-    effects = [] if tf.executing_eagerly() else [op for op in _graph().get_operations() if op.op_def.is_stateful]
+    effects = [op for op in _graph().get_operations() if op.op_def.is_stateful]
     with after([*values, *(result for result in results if tf.is_tensor(result)), *effects]):
         for variable, kind, value in writes:
-            options = {"read_value": False} if kind == "assign" else {}
-            getattr(variable._value, kind)(value, **options)
+            getattr(variable._value, kind)(value, **_OPTIONS.get(kind, {}))
+
+
+def _commit_eagerly(writes: Sequence[tuple[Any, str, Any]]) -> None:
+    """Writes one after the other such that all of it is done or none, also when Ctrl-C comes in between.
+
+    Sparse writes come first. They add to what is there, so they cannot be begun again: their rows are put back. Whole
+    values can.
+    """
+    kept: list[tuple[Any, Any]] = []
+    sparse_are_done = False
+
+    def assign() -> None:
+        for variable, kind, value in writes:
+            if kind == "assign":
+                variable._value.assign(value, **_OPTIONS[kind])
+
+    def put_back() -> None:
+        for variable, rows in reversed(kept):
+            variable._value.scatter_update(rows)
+
+    try:
+        for variable, kind, value in writes:
+            if kind != "assign":
+                kept.append((variable, tf.IndexedSlices(tf.gather(variable._value, value.indices), value.indices)))
+                getattr(variable._value, kind)(value)
+        sparse_are_done = True
+        assign()
+    except BaseException:
+        recover = assign if sparse_are_done else put_back
+        try:
+            recover()
+        except BaseException:
+            # Some press it twice.
+            recover()
+        raise
 
 
 def _graph() -> Any:

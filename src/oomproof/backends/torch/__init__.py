@@ -89,8 +89,12 @@ class TorchBackend:
     def inside_graph(self) -> bool:
         return bool(torch.compiler.is_compiling())
 
-    def gradients(self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None) -> Any:
-        return full_batch_gradients(loss_fn, variables, _as_arrays(data), micro)
+    own_variables = (torch.Tensor,)
+
+    def gradients(
+        self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None, has_aux: bool
+    ) -> Any:
+        return full_batch_gradients(loss_fn, variables, _as_arrays(data), micro, has_aux)
 
     def batch_on_device(self, model: Any, workload: Workload) -> float:
         return 0.0  # Pieces are moved one by one.

@@ -73,6 +73,16 @@ class Commit:
             error.__dict__[_MARK] = True
             raise
 
+    @contextlib.contextmanager
+    def undone(self, variables: Sequence[Any]) -> Iterator[None]:
+        """Whatever is written to the variables meanwhile is taken back."""
+        values = [variable._value for variable in variables]
+        journal = [value.detach().to("cpu", copy=True) for value in values]
+        try:
+            yield
+        finally:
+            _put_back(values, journal)
+
     def _copied_to_host(self, variables: Sequence[Any]) -> list[Any]:
         """Copies on the host, in memory that is kept for the next update."""
         for variable in variables:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,14 +16,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from oomproof.backends.common.calls import graph_of
+from oomproof.backends.common.drawing import RandomNumbers
+from oomproof.backends.common.draws import Rows
 from oomproof.backends.common.engine import Compute, Outcome, Piece
-from oomproof.backends.common.model import call, first_tensor, statistics_layers
+from oomproof.backends.common.model import call, first_tensor, layers, overwritten, statistics_layers
+from oomproof.backends.common.predictions import insist
 from oomproof.backends.common.recompute import Rewiring
+from oomproof.backends.torch.draws import TorchRandom
 from oomproof.backends.torch.outside import OutsideState
 from oomproof.backends.torch.writes import Gradients, PendingWrites
 
 
-class TorchEngine:
+class TorchEngine(RandomNumbers):
     """See `common.engine.Engine`.
 
     Attributes:
@@ -30,9 +35,11 @@ class TorchEngine:
     """
 
     tensor = torch.Tensor
+    gone: tuple[type[Exception], ...] = ()
     recompute: tuple[str, ...] = ()
 
     def __init__(self, model: Any) -> None:
+        super().__init__(model, TorchRandom())
         self.model = model
         self.compiled = bool(model.jit_compile)
         self.outside = OutsideState(model)
@@ -40,6 +47,28 @@ class TorchEngine:
         self.wide = "float32" if torch.device(get_device()).type == "mps" else "float64"
         self._adding: Gradients | None = None
         self._rewirings: dict[tuple[tuple[str, ...], int], Rewiring] = {}
+
+    @property
+    def multiplies_coarsely(self) -> bool:
+        return bool(torch.device(get_device()).type != "cpu")
+
+    @contextlib.contextmanager
+    def drawing(self, rows: Rows, whole: bool | None = None) -> Iterator[None]:
+        with super().drawing(rows, whole):
+            if self.draws_whole if whole is None else whole:
+                # Unseeded layers draw from torch's own generators, which do not know where the batch began.
+                self.outside.draw_again()
+            yield
+
+    def other_numbers(self) -> tuple[str, ...]:
+        # torch's own layers draw past Keras's functions.
+        modules = {id(m): (layer, m) for layer in layers(self.model) for m in layer.modules()}
+        unseen = [
+            owner.path or owner.name
+            for owner, m in modules.values()
+            if isinstance(m, torch.nn.modules.dropout._DropoutNd)
+        ]
+        return tuple(dict.fromkeys([*super().other_numbers(), *unseen]))
 
     def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
         outer = get_stateless_scope()
@@ -56,7 +85,7 @@ class TorchEngine:
         with self.rewired(stretches):
             return call(self.model, x, training)
 
-    def rewired(self, stretches: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
+    def rewired(self, stretches: tuple[str, ...]) -> AbstractContextManager[None]:
         """While it lasts, calls of the model recompute the stretches, and hold no tensor longer than they need it."""
         # A Sequential model that is built again has another graph.
         key = stretches, id(graph_of(self.model))
@@ -84,6 +113,9 @@ class TorchEngine:
             )
         return results
 
+    def losses_of_call(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def run(self, compute: Compute, inputs: Sequence[Any] = ()) -> list[Any]:
         with torch.no_grad():
             return _detached(compute(*inputs)[1])
@@ -99,7 +131,7 @@ class TorchEngine:
         return results, found[: len(weights)], found[len(weights) :]
 
     def over_pieces(self, piece: Piece, batch_size: Any, count: Any, state: list[Any]) -> Outcome:
-        self._adding = Gradients(self.weights())
+        self._adding = Gradients(self.weights(), overwritten(self.model.trainable_weights))
         sums: list[Any] = []
         rows: list[list[Any]] = []
         try:
@@ -123,8 +155,13 @@ class TorchEngine:
 
     take_rows = take
 
+    def pick(self, data: Any, samples: Sequence[int]) -> Any:
+        return tree.map_structure(lambda leaf: leaf if leaf is None else leaf[list(samples)], data)
+
     def size_of(self, leaf: Any) -> int:
         return size_of(leaf)
+
+    insist = staticmethod(insist)
 
     def samples_for_keras(self, x: Any) -> Any:
         return first_tensor(x).shape[0]

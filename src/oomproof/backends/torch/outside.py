@@ -57,6 +57,10 @@ class OutsideState:
         self._draw_again_from(self._numbers)
         self._reset_buffers()
 
+    def draw_again(self) -> None:
+        """Lets torch's generators draw the numbers that the step began with."""
+        self._draw_again_from(self._numbers)
+
     def _draw_again_from(self, states: list[Any]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)

@@ -11,7 +11,10 @@ import torch
 from keras import tree
 from torch._dynamo.exc import TorchDynamoException
 
-from oomproof.backends.common.model import unpack
+from oomproof.backends.common.draws import Draw, Rows
+from oomproof.backends.common.model import seed_variables, unpack
+from oomproof.backends.common.predictions import predicted
+from oomproof.backends.common.proving import StepValues
 from oomproof.backends.common.step import ModelStep
 from oomproof.backends.torch.commit import Commit
 from oomproof.backends.torch.device import is_lost, says_memory
@@ -51,6 +54,7 @@ class TorchStep(ModelStep):
     def train(self, data: Any, pieces: int, lean: bool, spec: Any = None) -> Any:
         if pieces > 1:
             self._examine(data)
+            self._learn_draws(data, training=True)
 
         def train() -> Any:
             gradients, pending, logs = self._compute(data, pieces, training=True, split=pieces > 1)
@@ -64,6 +68,7 @@ class TorchStep(ModelStep):
     def test(self, data: Any, pieces: int, spec: Any = None) -> Any:
         if pieces > 1:
             self._examine(data)
+            self._learn_draws(data, training=False)
 
         def test() -> Any:
             _, pending, logs = self._compute(data, pieces, training=False, split=pieces > 1)
@@ -73,20 +78,26 @@ class TorchStep(ModelStep):
         return self._run(test)
 
     def predict(self, data: Any, pieces: int, spec: Any = None) -> Any:
-        size = self.batch_size(data)
+        batch_size = self.batch_size(data)
+        if pieces > 1:
+            self._learn_draws(data, training=False)
 
         def predict() -> Any:
             with self.engine.scope() as scope:
                 if pieces == 1:
                     outputs = self._outputs(data)
                 else:
-                    parts = []
-                    for index in range(pieces):
-                        start = index * size // pieces
-                        piece = self._outputs(take(data, start, (index + 1) * size // pieces - start))
+                    seeds = {id(v): v.value for v in seed_variables(self.model)}
+
+                    def on_host(start: int, size: int) -> Any:
+                        # From the seeds that the batch began with, like its pieces in training.
+                        scope.state_mapping.update(seeds)
+                        with self.engine.drawing(Rows(start, size, batch_size)):
+                            piece = self._outputs(take(data, start, size))
                         # Straight to the host: what is predicted need not be on the device all at once.
-                        parts.append(tree.map_structure(lambda leaf: leaf.cpu(), piece))
-                    outputs = tree.map_structure(lambda *leaves: torch.cat(leaves), *parts)
+                        return tree.map_structure(lambda leaf: leaf if leaf is None else leaf.cpu(), piece)
+
+                    outputs = predicted(on_host, batch_size, pieces, torch.cat)
             write(settled(scope.pending()))
             return outputs
 
@@ -96,6 +107,7 @@ class TorchStep(ModelStep):
         few = take(data, 0, samples)
         if phase != "predict":
             self._examine(data)
+        self._learn_draws(data, training=phase == "train")
 
         def probe() -> None:
             if phase == "predict":
@@ -106,14 +118,32 @@ class TorchStep(ModelStep):
 
         self._run(probe, keep=False)
 
-    def caveats(self, data: Any) -> tuple[str, ...]:
+    def caveats(self) -> tuple[str, ...]:
         kinds = {
             type(module).__name__
             for module in self.engine.outside.modules()
             if isinstance(module, torch.nn.modules.batchnorm._NormBase)
         }
         found = tuple(f"torch's {kind} normalises with the statistics of each piece" for kind in sorted(kinds))
-        return super().caveats(data) + found
+        return super().caveats() + found
+
+    def step_values(self, data: Any, pieces: int) -> StepValues:
+        """The update is made, looked at and undone: Keras's optimizers on torch write in place."""
+        found: list[StepValues] = []
+
+        def values() -> None:
+            gradients, pending, logs = self._compute(data, pieces, training=True, split=pieces > 1)
+            weights = self.model.trainable_weights
+            kept = [g if g is None else g.cpu().clone() for g in gradients]
+            variables = [*(v for v, _ in pending), *(weights if gradients else ())]
+            variables += self.model.optimizer.variables if gradients else ()
+            with self._commit.undone(variables):
+                self._commit(weights, gradients, pending, lean=True)
+                written = {id(v): (v, v._value.detach().cpu().clone()) for v in variables}
+            found.append(StepValues(kept, list(written.values()), logs))
+
+        self._run(values, keep=False)
+        return found[0]
 
     # What it computes
 
@@ -132,6 +162,14 @@ class TorchStep(ModelStep):
     def _outputs(self, data: Any) -> Any:
         x, _, _ = unpack(tree.map_structure(as_tensor, data))
         return self.engine.call(x, False)
+
+    def _recorded_draws(self, data: Any, training: bool) -> list[Draw]:
+        # What stands in for Keras's functions is not for torch.compile.
+        compiled, self.engine.compiled = self.engine.compiled, False
+        try:
+            return super()._recorded_draws(data, training)
+        finally:
+            self.engine.compiled = compiled
 
     # How it runs
 

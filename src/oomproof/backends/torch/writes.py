@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -74,10 +74,15 @@ class Gradients:
 
     Autograd adds to `.grad` layer by layer, while it goes back, so that not even the gradients of one piece are
     there twice. Half precision would lose the small pieces of a sum, so there the sum is kept in float32.
+
+    Args:
+        leaves: The leaf tensors.
+        largest: Positions of those whose gradients are not added up: the largest values count.
     """
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
+    def __init__(self, leaves: Sequence[Any], largest: Collection[int] = ()) -> None:
         self._leaves = leaves
+        self._largest = largest
         self._added = False
         self._sums: list[Any] = [None] * len(leaves)
 
@@ -89,22 +94,30 @@ class Gradients:
         self._added = True
         sums, self._sums = self._sums, [None] * len(self._leaves)
         try:
-            for leaf, gradient in zip(self._leaves, sums, strict=True):
-                leaf.grad = None if leaf.dtype in _HALF else gradient
+            for index, (leaf, gradient) in enumerate(zip(self._leaves, sums, strict=True)):
+                leaf.grad = None if self._is_apart(index) else gradient
             with torch.enable_grad():
                 target, result = compute()
                 target.backward()
-            self._sums = [self._sum_of(*pair) for pair in zip(self._leaves, sums, strict=True)]
+            self._sums = [self._with(index, before) for index, before in enumerate(sums)]
         finally:
             for leaf in self._leaves:
                 leaf.grad = None
         return result
 
-    def _sum_of(self, leaf: Any, before: Any) -> Any:
-        if leaf.dtype not in _HALF or before is None:
+    def _is_apart(self, index: int) -> bool:
+        """Whether autograd must not add to what was there before."""
+        return index in self._largest or self._leaves[index].dtype in _HALF
+
+    def _with(self, index: int, before: Any) -> Any:
+        """What was there before together with what autograd has left."""
+        leaf = self._leaves[index]
+        if not self._is_apart(index) or before is None:
             return leaf.grad
         if leaf.grad is None:
             return before
+        if index in self._largest:
+            return torch.maximum(before, leaf.grad)
         return before.add_(leaf.grad) if before.dtype == torch.float32 else before.float().add_(leaf.grad)
 
     def taken(self) -> list[Any]:

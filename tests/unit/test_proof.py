@@ -1,0 +1,92 @@
+"""What counts as rounding, and what does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from oomproof import proof
+from oomproof.exactness import Exactness, worse
+
+FLOAT = float(np.finfo("float32").eps)
+DOUBLE = float(np.finfo("float64").eps)
+RNG = np.random.default_rng(0)
+WEIGHT, GRADIENT = RNG.normal(size=(8, 4)), RNG.normal(size=(8, 4))
+
+
+def outcome(gradient=GRADIENT, rate=0.1, **others):
+    return {"gradient of w": gradient, "w": WEIGHT - rate * gradient, "seed": np.array([1, 2]), **others}
+
+
+def found(made, asked=None, reordered=None, epsilon=DOUBLE):
+    asked = outcome() if asked is None else asked
+    return proof.disagreements(asked, made, asked if reordered is None else reordered, {"w": WEIGHT}, epsilon)
+
+
+def test_the_same_is_the_same():
+    assert found(outcome()) == ()
+
+
+@pytest.mark.parametrize("epsilon", [DOUBLE, FLOAT])
+def test_rounding_is_rounding(epsilon):
+    assert found(outcome(GRADIENT * (1 + epsilon)), epsilon=epsilon) == ()
+
+
+@pytest.mark.parametrize("epsilon", [DOUBLE, FLOAT, proof.TENSOR_FLOAT])
+@pytest.mark.parametrize("factor", [0.95, 1.05, 2.0, 1 / 3])
+def test_another_share_is_not(epsilon, factor):
+    wrong = found(outcome(GRADIENT * factor), epsilon=epsilon)
+    assert wrong[0].name == "gradient of w"
+    assert wrong[0].relative == pytest.approx(abs(factor - 1), rel=0.01)
+
+
+def test_what_another_order_shows_is_measured():
+    noisy = GRADIENT * (1 + 1e-6)
+    assert found(outcome(noisy)) != ()
+    assert found(outcome(noisy), reordered=outcome(GRADIENT * (1 - 1e-6))) == ()
+
+
+def test_an_update_of_its_own_is_seen_though_gradients_agree():
+    wrong = found(outcome(rate=0.11))
+    assert [each.name for each in wrong] == ["w"]
+
+
+def test_seeds_have_to_be_the_same():
+    assert [each.name for each in found(outcome(seed=np.array([1, 3])))] == ["seed"]
+
+
+def test_what_is_not_written_stays_as_it_was():
+    assert found({**outcome(), "w": WEIGHT}, asked={"gradient of w": GRADIENT, "seed": np.array([1, 2])}) == ()
+    missing = {name: value for name, value in outcome().items() if name != "w"}
+    assert [each.name for each in found(missing)] == ["w"]
+
+
+def test_gradients_of_nothing_but_rounding_are_held_to_the_largest():
+    """Adam makes whole steps of them, so what follows is no evidence either."""
+    tiny = RNG.normal(size=3) * 1e-9
+    asked = outcome(**{"gradient of a/b": tiny, "a/b": tiny, "adam/a_b_momentum": tiny})
+    made = outcome(**{"gradient of a/b": -tiny, "a/b": tiny + 1e-3, "adam/a_b_momentum": -tiny})
+    assert found(made, asked, epsilon=FLOAT) == ()
+    assert found({**made, "gradient of a/b": tiny + 1.0}, asked, epsilon=FLOAT) != ()
+
+
+def test_numbers_that_are_none_have_to_be_in_the_same_places():
+    asked, made = outcome(loss=np.array([np.nan, 1.0])), outcome(loss=np.array([1.0, np.nan]))
+    assert found(asked, asked) == ()
+    assert [each.name for each in found(made, asked)] == ["loss"]
+
+
+def test_samples_are_taken_from_all_over():
+    assert proof.spread(100, 5) == [0, 20, 40, 60, 80]
+    assert proof.spread(3, 5) == [0, 1, 2]
+    assert sorted(proof.other_order(5)) == [0, 1, 2, 3, 4] != proof.other_order(5)
+
+
+def test_the_worst_of_two():
+    random, not_exact = Exactness("exact but for random numbers", ("a",)), Exactness("not exact", ("b",))
+    assert worse(Exactness(), random) == random
+    assert worse(random, not_exact) == not_exact
+    assert worse(not_exact, Exactness("not exact", ("c",))).why == ("b", "c")
+    assert str(not_exact) == "not exact: b"
+    assert not not_exact.holds
+    assert random.holds
