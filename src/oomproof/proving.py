@@ -12,12 +12,12 @@ from oomproof.errors import OomproofError
 from oomproof.exactness import Exactness
 from oomproof.step.split import largest_piece
 
-# Samples of a proof, fewer where there may be no memory for so many.
+# Samples of a proof for batches that are cut, fewer where there may be no memory for so many.
 _SAMPLES = (5, 3, 2)
 # So many are tried whatever the size of pieces: with fewer, all pieces are of one size.
 _FEWEST = 3
-# A plain step on this share of a batch takes no more than one of the whole batch that is recomputed.
-_OF_RECOMPUTED = 4
+# Whether a stretch is computed once or twice concerns every sample alike.
+_SAMPLES_RECOMPUTED = (2, 1)
 # Whoever waited longer is told what for.
 _LONG = 5.0
 
@@ -67,10 +67,10 @@ class Proving:
             return None  # Not what this version writes: prove it anew.
 
     def _made(self, data: Any, pieces: int) -> Exactness:
-        size = self._step.batch_size(data)
-        most = max(_FEWEST, largest_piece(size, pieces) if pieces > 1 else size // _OF_RECOMPUTED)
+        piece = largest_piece(self._step.batch_size(data), pieces)
+        cut = [count for count in _SAMPLES if count <= max(_FEWEST, piece)]
         began = time.perf_counter()
-        for samples in (count for count in _SAMPLES if count <= most):
+        for samples in cut if pieces > 1 else _SAMPLES_RECOMPUTED:
             found = self._tried(lambda samples=samples: self._step.prove(data, samples, pieces > 1))
             if found is not None:
                 if (seconds := time.perf_counter() - began) > _LONG:

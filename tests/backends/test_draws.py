@@ -281,6 +281,27 @@ def test_seeds_end_as_after_the_whole_batch(float64):
         np.testing.assert_array_equal(value, guarded[name])
 
 
+@only("tensorflow", because="rows that are views of the whole batch")
+def test_looking_at_draws_keeps_no_batch(monkeypatch):
+    """A graph lives until the garbage is collected, and what it has captured with it."""
+    import tensorflow as tf
+
+    graphs, plain = [], tf.__internal__.FuncGraph
+
+    def kept(*args, **options):
+        graphs.append(plain(*args, **options))
+        return graphs[-1]
+
+    monkeypatch.setattr(tf.__internal__, "FuncGraph", kept)
+    model = made(lambda: classifier(layers.Dropout(0.5)), USUAL)
+    oomproof.guard(model, micro_batch_size=200, verbose=0)
+    x = np.zeros((1000, FEATURES), "float32")
+    model.fit(x, np.zeros(1000), batch_size=1000, verbose=0)
+    captured = [t for graph in graphs for t in graph.external_captures if isinstance(t, tf.__internal__.EagerTensor)]
+    assert len(graphs) >= 2
+    assert {tensor.dtype for tensor in captured} == {tf.resource}
+
+
 @only("jax", because="programs planned by XLA")
 def test_no_more_is_drawn_than_a_piece_needs():
     import jax

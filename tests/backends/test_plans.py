@@ -360,7 +360,8 @@ def test_no_step_fails(children, share):
     answer, weights, expected = children("layer norm", share)
     assert answer["ooms"] == 0
     assert answer["lines"][0].startswith(f"oomproof: batch {128} ")
-    assert "exact" in answer["lines"][0]
+    assert "to be proven on the first batch" in answer["lines"][0]
+    assert answer["run"]["exactness"] == {"word": "exact", "why": []}
     for a, b in zip(weights, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 

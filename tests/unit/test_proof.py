@@ -70,6 +70,54 @@ def test_gradients_of_nothing_but_rounding_are_held_to_the_largest():
     assert found({**made, "gradient of a/b": tiny + 1.0}, asked, epsilon=FLOAT) != ()
 
 
+def signs(gradient, **others):
+    """What Adam makes of a gradient in its first step."""
+    return outcome(gradient, **others) | {"w": WEIGHT - 0.1 * np.sign(gradient), "adam/w_momentum": 0.1 * gradient}
+
+
+def test_the_sign_of_a_number_that_is_rounding_is_not_held_against_a_step():
+    gradient = np.where(np.arange(32).reshape(8, 4) == 5, 1e-5, GRADIENT)
+    reordered = gradient + 1e-5 * RNG.normal(size=(8, 4))
+    made = np.where(gradient == 1e-5, -1e-5, gradient)
+    assert found(signs(made), signs(gradient), signs(reordered), epsilon=FLOAT) == ()
+    # Not so with that of another.
+    made = np.where(np.arange(32).reshape(8, 4) == 6, -gradient, gradient)
+    assert found(signs(gradient) | {"w": signs(made)["w"]}, signs(gradient), signs(reordered), epsilon=FLOAT) != ()
+
+
+def test_so_are_a_few_others_where_there_is_much_rounding():
+    gradient = RNG.normal(size=(100, 100))
+    weight = np.zeros((100, 100))
+    reordered = gradient + 0.05 * RNG.normal(size=(100, 100))
+
+    def step(gradient, flipped=0):
+        signs = np.sign(gradient)
+        signs[0, :flipped] *= -1
+        return {"gradient of w": gradient, "w": weight - 0.1 * signs}
+
+    def wrong(flipped, other):
+        return proof.disagreements(step(gradient), step(gradient, flipped), step(other), {"w": weight}, FLOAT)
+
+    assert wrong(20, reordered) == ()
+    assert wrong(100, reordered) != ()
+    assert wrong(1, gradient) != ()
+
+
+def test_rows_that_no_sample_uses_are_compared():
+    gradient = GRADIENT.copy()
+    gradient[3] = 0.0
+    moved = signs(gradient)["w"].copy()
+    moved[3] += 0.1
+    assert [each.name for each in found(signs(gradient) | {"w": moved}, signs(gradient), epsilon=FLOAT)] == ["w"]
+
+
+def test_slots_are_told_apart_by_the_whole_name_of_their_variable():
+    tiny = RNG.normal(size=3) * 1e-9
+    asked = outcome(**{"gradient of b": tiny, "adam/a_b_momentum": tiny, "gradient of a/b": GRADIENT[0, :3]})
+    made = asked | {"adam/a_b_momentum": tiny + 1.0}
+    assert [each.name for each in found(made, asked, epsilon=FLOAT)] == ["adam/a_b_momentum"]
+
+
 def test_numbers_that_are_none_have_to_be_in_the_same_places():
     asked, made = outcome(loss=np.array([np.nan, 1.0])), outcome(loss=np.array([1.0, np.nan]))
     assert found(asked, asked) == ()
@@ -79,7 +127,8 @@ def test_numbers_that_are_none_have_to_be_in_the_same_places():
 def test_samples_are_taken_from_all_over():
     assert proof.spread(100, 5) == [0, 20, 40, 60, 80]
     assert proof.spread(3, 5) == [0, 1, 2]
-    assert sorted(proof.other_order(5)) == [0, 1, 2, 3, 4] != proof.other_order(5)
+    for samples in (2, 3, 5):
+        assert sorted(proof.other_order(samples)) == list(range(samples)) != proof.other_order(samples)
 
 
 def test_the_worst_of_two():

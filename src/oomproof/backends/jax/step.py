@@ -10,6 +10,7 @@ slots given away, after a look at whether its program has the memory it is known
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -33,8 +34,11 @@ from oomproof.backends.jax.programs import EscapedTensorError, Program, signatur
 from oomproof.backends.jax.state import LiveState, live_state
 from oomproof.records import Phase
 
-# For programs that run once.
-_QUICKLY_COMPILED: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# For programs that run once, the quickest to compile first. Which of these options there are depends on the version.
+_QUICKLY_COMPILED: tuple[dict[str, Any], ...] = (
+    {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
+    {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+)
 # Of the memory there is. Smaller batches are on the device as Keras puts them there.
 _LARGE = 0.005
 
@@ -288,7 +292,7 @@ class JaxStep(ModelStep):
             live = live_state(self.model)
             program = Program(None, self._eager, live.variables)
             program.function = self._compute(program, "values", pieces, live)
-            run = program.function if self._eager else jax.jit(program.function, compiler_options=_QUICKLY_COMPILED)
+            run = program.function if self._eager else jax.jit(program.function, compiler_options=_quickly_compiled())
             known = program, run
             if not seed_variables(self.model):
                 # With random layers, what is drawn in another order is another program.
@@ -309,7 +313,7 @@ class JaxStep(ModelStep):
             with PendingWrites({id(v): value for v, value in zip(variables, values, strict=True)}):
                 return function(*arguments)
 
-        run = compute if self._eager else jax.jit(compute, compiler_options=_QUICKLY_COMPILED)
+        run = compute if self._eager else jax.jit(compute, compiler_options=_quickly_compiled())
         with self.as_traced():
             return list(run([v._value for v in variables], arguments))
 
@@ -343,6 +347,17 @@ class JaxStep(ModelStep):
         with self.as_traced():
             shapes: tuple[list[Any], list[Any]] = jax.eval_shape(compute, [v._value for v in variables], data)
         return shapes
+
+
+@functools.cache
+def _quickly_compiled() -> dict[str, Any] | None:
+    for options in _QUICKLY_COMPILED:
+        try:
+            jax.jit(lambda: 0, compiler_options=options)()
+            return options
+        except Exception:  # Whatever it raises for an option that it does not know.
+            continue
+    return None
 
 
 def _assign(updates: list[tuple[Any, Any]]) -> None:

@@ -70,6 +70,18 @@ def take(data: Any, start: Any, size: Any, from_host: bool = False) -> Any:
     return tree.map_structure(placed, data)
 
 
+def stand_ins(data: Any) -> Any:
+    """Placeholders in the graph that is being traced, for tensors that are only looked at.
+
+    A graph lives until the garbage is collected. So would what it captures, and a few rows are a view of all the batch.
+    """
+    return tf.nest.map_structure(
+        lambda leaf: tf.compat.v1.placeholder(leaf.dtype, leaf.shape) if tf.is_tensor(leaf) else leaf,
+        data,
+        expand_composites=True,
+    )
+
+
 def pick(data: Any, samples: Sequence[int]) -> Any:
     """Some samples of a batch, in this order."""
 

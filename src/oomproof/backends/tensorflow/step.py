@@ -23,7 +23,7 @@ from oomproof.backends.tensorflow.commit import commit_leanly
 from oomproof.backends.tensorflow.engine import TensorFlowEngine
 from oomproof.backends.tensorflow.insist import refusing
 from oomproof.backends.tensorflow.outside import caveats, unchanged, written_outside
-from oomproof.backends.tensorflow.pieces import on_host, take
+from oomproof.backends.tensorflow.pieces import on_host, stand_ins, take
 from oomproof.backends.tensorflow.writes import PendingWrites, apply_gradients, commit
 from oomproof.records import Phase
 from oomproof.units import tensor_bytes
@@ -319,7 +319,7 @@ class TensorFlowStep(ModelStep):
             self.engine.scope(),
             self.engine.recorded_draws() as found,
         ):
-            call(self.model, unpack(data)[0], training)
+            call(self.model, stand_ins(unpack(data)[0]), training)
         return found
 
 
