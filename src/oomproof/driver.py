@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
+from collections import Counter
 from typing import Any
 
 from oomproof import refusals
@@ -56,6 +57,7 @@ class Driver:
         self._lean = settings.start is not None and settings.start.lean_commit
         # What was proven of the ways batches were run in: whether they are cut, and what is recomputed.
         self._proofs: dict[tuple[bool, tuple[str, ...]], Exactness] = {}
+        self._proven: Counter[tuple[bool, tuple[str, ...]]] = Counter()
         self._unit = 1
         self._unrepeated: BaseException | None = None
         self._planned: Plan | None = None
@@ -453,16 +455,22 @@ class Driver:
     def _prove(self, batch: Batch, pieces: int) -> None:
         """Before the first batch that is cut or recomputed: is it the training that was asked for?"""
         way = pieces > 1, self.step.recompute
+        self._proven[way] += 1
         if way not in self._proofs:
-            self._proofs[way] = found = self.proving(batch.data, pieces)
-            if not found.holds and not self.settings.exact_only:
-                warnings.warn(f"oomproof: training is {found}", InexactWarning, stacklevel=2)
-            if found.word != "exact":
-                self.journal.note("note", batch.phase, batch.size, f"training is {found}")
+            self._note_proof(batch, way, self.proving(batch.data, pieces))
+        elif self._proofs[way].holds and (found := self.proving.again(batch.data, pieces, self._proven[way])):
+            self._note_proof(batch, way, found)
         found = self._proofs[way]
         if not found.holds and self.settings.exact_only:
             raise refusals.not_exact(batch.size, pieces, found.why)
         self.journal.exactness = worse(self.journal.exactness, found)
+
+    def _note_proof(self, batch: Batch, way: tuple[bool, tuple[str, ...]], found: Exactness) -> None:
+        self._proofs[way] = found
+        if not found.holds and not self.settings.exact_only:
+            warnings.warn(f"oomproof: training is {found}", InexactWarning, stacklevel=2)
+        if found.word != "exact":
+            self.journal.note("note", batch.phase, batch.size, f"training is {found}")
 
     def _give_up(self, batch: Batch, pieces: int, shortage: Shortage, free: int | None, seconds: float) -> None:
         size = largest_piece(batch.size, pieces)

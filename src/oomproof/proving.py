@@ -18,6 +18,8 @@ _SAMPLES = (5, 3, 2)
 _FEWEST = 3
 # Whether a stretch is computed once or twice concerns every sample alike.
 _SAMPLES_RECOMPUTED = (2, 1)
+# At which batches data is looked at again. What was proven of an own loss may have been so for the data before.
+_LOOKS = frozenset(2**power for power in range(1, 7))
 # Whoever waited longer is told what for.
 _LONG = 5.0
 
@@ -55,6 +57,12 @@ class Proving:
             # Data that the proof did not see may be of another kind: other masks, losses that were zero.
             found = self._tried(lambda: self._step.look(data, pieces)) or found
         return found
+
+    def again(self, data: Any, pieces: int, number: int) -> Exactness | None:
+        """What a step turns out to be at a later batch, the `number`th that is cut; `None` for no change."""
+        if pieces == 1 or number not in _LOOKS:
+            return None
+        return self._tried(lambda: self._step.look(data, pieces, again=True))
 
     def _recalled(self, key: str | None) -> Exactness | None:
         known = None if key is None or self._proofs is None else self._proofs.recall(key)

@@ -14,6 +14,7 @@ from models import (
     classes,
     classifier,
     compiled,
+    made,
     numbers,
     regressor,
     tagger,
@@ -21,6 +22,8 @@ from models import (
     weights,
     words,
 )
+
+import oomproof
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -112,6 +115,26 @@ def test_own_loss_class():
 def test_mixing_loss_on_masked_sequences():
     """The gathered predictions carry their mask."""
     check_exact(lambda: tagger(loss=lambda y, p: ops.square(ops.cast(y, p.dtype) - p[..., 0])), words(), tags())
+
+
+def test_mixing_losses_of_several_outputs_are_shown_as_keras_weights_them():
+    """By the number of samples where that is known while tracing, as it is here."""
+
+    def build():
+        inputs = layers.Input((FEATURES,))
+        outputs = {name: layers.Dense(2, "sigmoid", name=name)(inputs) for name in ("a", "b")}
+        return compiled(keras.Model(inputs, outputs), loss={"a": keras.losses.Dice(), "b": "mse"})
+
+    logs = []
+    for guarded in (False, True):
+        model = made(build)
+        if guarded:
+            oomproof.guard(model, micro_batch_size=2, verbose=0)
+        for samples in (9, 3):
+            x, y = numbers(samples), {name: np.abs(numbers(samples, width=2, seed=1)) for name in ("a", "b")}
+            logs.append(model.train_on_batch(x, y, return_dict=True))
+    for plain, guarded in zip(logs[:2], logs[2:], strict=True):
+        assert guarded == pytest.approx(plain, rel=1e-5)
 
 
 class Adds(layers.Layer):

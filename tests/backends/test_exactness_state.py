@@ -343,3 +343,17 @@ def test_variables_that_are_not_kerass_are_put_back_when_a_piece_fails():
     with pytest.raises(Exception, match="a fault of the test"):
         model.fit(*data, batch_size=BATCH, verbose=0)
     assert float(counting.count) == before
+
+
+@pytest.mark.parametrize("mode", modes("graph", "eager"))
+def test_evaluating_builds_an_optimizer_where_keras_does(mode):
+    built = []
+    for guarded in (False, True):
+        model = made(classifier, mode)
+        if guarded:
+            oomproof.guard(model)
+        model.evaluate(numbers(), classes(), verbose=0)
+        built.append(model.optimizer.built)
+        model.fit(numbers(), classes(), verbose=0)
+        assert int(model.optimizer.iterations) > 0
+    assert built[0] == built[1]

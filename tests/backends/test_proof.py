@@ -164,6 +164,27 @@ def test_a_sum_that_is_zero_on_the_samples_that_were_looked_at():
     np.testing.assert_allclose(logs[0].history["loss"], logs[1].history["loss"], rtol=1e-5)
 
 
+def test_a_masked_mean_whose_mask_is_full_at_first():
+    """Later batches are looked at, too, where a loss of the model's own was judged by the data."""
+    x, y = np.abs(numbers(3 * BATCH)) + 0.1, classes(3 * BATCH)
+    x[BATCH : BATCH + 2] *= -1
+
+    def masked(x, training):
+        valid = ops.cast(x[:, 0] > 0, x.dtype)
+        return ops.sum(ops.square(x[:, 0]) * valid) / ops.sum(valid)
+
+    def build():
+        inputs = layers.Input((FEATURES,))
+        return compiled(keras.Model(inputs, layers.Dense(3, "softmax")(Penalty(masked)(inputs))))
+
+    assert trained(build, x[:BATCH], y[:BATCH]).exactness == Exactness()
+    with pytest.warns(oomproof.InexactWarning, match="halves"):
+        run = trained(build, x, y)
+    assert run.exactness.word == "not exact"
+    with pytest.raises(oomproof.CannotFitError, match="halves"):
+        trained(build, x, y, allow="exact")
+
+
 # Planted mistakes, which the proof itself has to see
 
 

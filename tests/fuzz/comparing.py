@@ -83,6 +83,9 @@ def outcome(case):
     plain, error = attempt(lambda: trained(case, arrays))
     guarded, guarded_error = attempt(lambda: trained(case, arrays, guarded=True))
     if error is not None:
+        if guarded_error is None and "Array has been deleted" in str(error):
+            # Keras on JAX, with moving averages of weights: it gives away what it still needs.
+            return result("not compared", [f"plain Keras raised {said_by(error)}"])
         if guarded_error is None:
             return result("did not raise", [f"plain Keras raised {said_by(error)}"])
         return result("both raised", [said_by(error), said_by(guarded_error)])
@@ -216,6 +219,8 @@ def stretches(model, fractions):
 
 def compared(case, arrays, expected, received, numbers_too):
     """What differs, in words: names and shapes always, numbers where they are to be the same."""
+    if not numbers_too:
+        expected, received = ({n: v for n, v in log.items() if "finite" not in n} for log in (expected, received))
     if list(expected) != list(received):
         missing = [name for name in expected if name not in received]
         return [

@@ -249,6 +249,8 @@ def change_lines(act, form, batch, config):
         "new optimizer": [
             "model.optimizer = optimizers.Adam(0.02)",
             "model.optimizer.build(model.trainable_variables)",
+            # On JAX, Keras would go on with the old optimizer's program where the new one has as many variables.
+            "model.make_train_function(force=True)",
         ],
     }
     return lines[act["how"]] + (["compiled(model)"] if act["recompile"] else [])

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from oomproof.backends.fake import FakeMemory, FakeShortageError, FakeStep
 from oomproof.batches import Settings
 from oomproof.driver import Driver
-from oomproof.errors import BackendError, CannotFitError, RecoveryFailedError
+from oomproof.errors import BackendError, CannotFitError, InexactWarning, RecoveryFailedError
+from oomproof.exactness import Exactness
 
 BATCH = list(range(256))
 
@@ -219,6 +220,32 @@ def test_what_is_not_exact_is_said_once_and_kept_in_the_plan(caplog):
         driver.run("train", BATCH)
     assert sum("not exact" in record.message for record in caplog.records) == 1
     assert driver.plan.caveats == ("BatchNormalization (bn)",)
+
+
+def test_data_is_looked_at_again_and_more_and_more_seldom():
+    driver = driver_on(1000, slope=10, settings=Settings(micro_batch_size=16))
+    asked = []
+    driver.step.look = lambda data, pieces, again=False: asked.append((len(asked_at), again))
+    asked_at = []
+    for _ in range(20):
+        asked_at.append(1)
+        driver.run("train", list(range(64)))
+    assert asked == [(1, False), (2, True), (4, True), (8, True), (16, True)]
+
+
+def test_what_a_later_look_finds_counts():
+    driver = driver_on(1000, slope=10, settings=Settings(micro_batch_size=16))
+    driver.step.seen = [None, Exactness("not exact", ("halves differ",))]
+    driver.run("train", list(range(64)))
+    assert run_of(driver).exactness == Exactness()
+    with pytest.warns(InexactWarning, match="halves differ"):
+        driver.run("train", list(range(64)))
+    assert run_of(driver).exactness == Exactness("not exact", ("halves differ",))
+    driver = driver_on(1000, slope=10, settings=Settings(micro_batch_size=16, exact_only=True))
+    driver.step.seen = [None, Exactness("not exact", ("halves differ",))]
+    driver.run("train", list(range(64)))
+    with pytest.raises(CannotFitError, match="halves differ"):
+        driver.run("train", list(range(64)))
 
 
 def test_one_line_for_each_event(caplog):

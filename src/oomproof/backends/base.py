@@ -134,8 +134,11 @@ class Step(Protocol):
         Nothing is written, and what was learnt on the way is kept in `learnt`.
         """
 
-    def look(self, data: Data, pieces: int) -> Exactness | None:
-        """Compares what the pieces of this very batch give with what their halves give; `None` if nothing differs."""
+    def look(self, data: Data, pieces: int, again: bool = False) -> Exactness | None:
+        """Compares what the pieces of this very batch give with what their halves give; `None` if nothing differs.
+
+        Asked `again` for a later batch, it looks only where what was found out of the model depends on the data.
+        """
 
     def notes(self) -> tuple[str, ...]:
         """What is worth knowing about a split batch though it is exact, in words."""

@@ -131,5 +131,8 @@ class Engine(Protocol):
     def opened(self, rows: list[Any]) -> list[Any]:
         """The same tensors, with their number of samples unknown while tracing."""
 
+    def sized(self, rows: list[Any], whole: Callable[[], list[Any]]) -> list[Any]:
+        """The same tensors, with what is known of their sizes while tracing when `whole` makes them at once."""
+
     def add(self, a: Any, b: Any) -> Any:
         """Sum of two gradients of one weight, as backpropagation itself would add them."""

@@ -244,7 +244,7 @@ class Phases:
         sums = iter(outcome.sums)
         added = [next(sums) for _ in self.added_losses[training]]
         check_rows(outcome.rows, batch_size)
-        rows = engine.opened(outcome.rows) if self.open_size else outcome.rows
+        rows = engine.opened(outcome.rows) if self.open_size else self._sized(outcome.rows, x, training)
         self._write_back(carried, outcome.state, written, sums)
         model._clear_losses()
 
@@ -285,6 +285,13 @@ class Phases:
 
         outcome = engine.over_pieces(backward, batch_size, count, carried.before)
         return self._together(outcome.gradients, direct), logs
+
+    def _sized(self, rows: list[Any], x: Any, training: bool) -> list[Any]:
+        """The same tensors, with as many rows known while tracing as Keras would know: it weights losses by that."""
+        shown = self.model._compile_loss
+        if shown is None or len(shown._flat_losses or ()) < 2 or not isinstance(first_tensor(x).shape[0], int):
+            return rows
+        return self.engine.sized(rows, lambda: Predictions().flat(self.engine.call(x, training)))
 
     # What pieces share
 

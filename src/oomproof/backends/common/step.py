@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -51,6 +51,8 @@ class ModelStep:
     tries_are_cheap = False
     fingerprint: Fingerprint | None = None
     traces_hold_variables = False
+    # Whether Keras builds the optimizer, slots and all, before it evaluates.
+    evaluating_builds_optimizer = True
 
     @property
     def batches_on_device(self) -> int:
@@ -109,14 +111,16 @@ class ModelStep:
                 x, _, _ = unpack(tree.map_structure(_symbolic, data))
                 keras_backend.compute_output_spec(model, x, training=False)
             return
+        optimizer = model.optimizer if phase == "train" or self.evaluating_builds_optimizer else None
         try:
-            model._symbolic_build(data_batch=tree.map_structure(_symbolic, data))
+            with contextlib.nullcontext() if optimizer is model.optimizer else _left_unbuilt(model.optimizer):
+                model._symbolic_build(data_batch=tree.map_structure(_symbolic, data))
         except ValueError as error:
             # All losses come from `add_loss`, which Keras does not collect while it builds.
             if "No loss to compute" not in str(error):
                 raise
-            if model.optimizer is not None and not model.optimizer.built:
-                model.optimizer.build(model.trainable_variables)
+            if optimizer is not None and not optimizer.built:
+                optimizer.build(model.trainable_variables)
 
     def batch_size(self, data: Any) -> int:
         return int(self.engine.size_of(first_tensor(unpack(data)[0])))
@@ -295,7 +299,9 @@ class ModelStep:
         reason = f"loss number {', '.join(odd)} given to add_loss is neither a mean nor a sum over samples"
         return (reason,) if odd else ()
 
-    def look(self, data: Any, pieces: int) -> Exactness | None:
+    def look(self, data: Any, pieces: int, again: bool = False) -> Exactness | None:
+        if again and not self._added_losses[True]:
+            return None
         halves = min(2 * pieces, self.batch_size(data))
         if halves == pieces or not depends_on_data(self.model, data):
             return None
@@ -357,6 +363,16 @@ class ModelStep:
             "optimizer": size(optimizer),
             "gradients": size(model.trainable_variables),
         }
+
+
+@contextlib.contextmanager
+def _left_unbuilt(optimizer: Any) -> Iterator[None]:
+    """Nobody builds the optimizer, whose slots take memory."""
+    built, optimizer.built = optimizer.built, True
+    try:
+        yield
+    finally:
+        optimizer.built = built
 
 
 def batch_leaves(data: Any) -> list[Any]:

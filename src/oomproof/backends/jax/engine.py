@@ -178,6 +178,9 @@ class JaxEngine(RandomNumbers):
     def opened(self, rows: list[Any]) -> list[Any]:
         return rows  # Every size is known while JAX traces.
 
+    def sized(self, rows: list[Any], whole: Callable[[], list[Any]]) -> list[Any]:
+        return rows
+
     def add(self, a: Any, b: Any) -> Any:
         return a + b
 

@@ -172,6 +172,13 @@ class TensorFlowEngine(RandomNumbers):
     def opened(self, rows: list[Any]) -> list[Any]:
         return [tf.raw_ops.PlaceholderWithDefault(input=row, shape=[None, *row.shape[1:]]) for row in rows]
 
+    def sized(self, rows: list[Any], whole: Callable[[], list[Any]]) -> list[Any]:
+        if tf.executing_eagerly() or all(row.shape.is_fully_defined() for row in rows):
+            return rows
+        with tf.__internal__.FuncGraph("sizes_of_rows").as_default(), self.scope():
+            known = [tensor.shape for tensor in whole()]
+        return [tf.ensure_shape(row, shape) for row, shape in zip(rows, known, strict=True)]
+
     def add(self, a: Any, b: Any) -> Any:
         if a is None or b is None:
             return b if a is None else a

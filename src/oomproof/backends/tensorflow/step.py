@@ -39,6 +39,7 @@ class TensorFlowStep(ModelStep):
     """
 
     engine: TensorFlowEngine
+    evaluating_builds_optimizer = False
 
     def __init__(self, model: Any) -> None:
         self._eager = bool(model.run_eagerly)

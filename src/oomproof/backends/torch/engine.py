@@ -172,6 +172,9 @@ class TorchEngine(RandomNumbers):
     def opened(self, rows: list[Any]) -> list[Any]:
         return rows
 
+    def sized(self, rows: list[Any], whole: Callable[[], list[Any]]) -> list[Any]:
+        return rows
+
     def add(self, a: Any, b: Any) -> Any:
         if a is None or b is None:
             return b if a is None else a
