@@ -185,6 +185,16 @@ def _outputs_with_loss(model: Any, y_pred: Any) -> list[Any]:
     return found
 
 
+def written_by_update(optimizer: Any) -> list[Any]:
+    """Variables that an update may write, also those that Keras does not list.
+
+    `LossScaleOptimizer` does not know of the product that Nadam keeps.
+    """
+    holders = [optimizer, getattr(optimizer, "inner_optimizer", optimizer)]
+    kept = [value for holder in holders for value in vars(holder).values() if isinstance(value, keras.Variable)]
+    return list({id(variable): variable for variable in [*optimizer.variables, *kept]}.values())
+
+
 def uses_kept_tensor(model: Any) -> UnsupportedModelError:
     """What to raise for a loss that uses more than it is given."""
     names = ", ".join(mixing_losses(model))

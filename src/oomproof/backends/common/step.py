@@ -302,8 +302,10 @@ class ModelStep:
     def look(self, data: Any, pieces: int, again: bool = False) -> Exactness | None:
         if again and not self._added_losses[True]:
             return None
-        halves = min(2 * pieces, self.batch_size(data))
-        if halves == pieces or not depends_on_data(self.model, data):
+        size = self.batch_size(data)
+        # Single samples have no halves. They are beside pairs, whose forward pass takes no more than a step of one.
+        halves = min(2 * pieces, size) if pieces < size else pieces // 2
+        if size < 2 or not depends_on_data(self.model, data):
             return None
         found = self._forward_disagreements(data, pieces, halves)
         undecided = losses.UNDECIDED in self._added_losses[True]
@@ -312,7 +314,8 @@ class ModelStep:
             self._decide("sum")
             found = self._forward_disagreements(data, pieces, halves)
         if found:
-            return Exactness("not exact", (f"pieces give another loss than their halves: {summary(found)}",))
+            others = "their halves" if halves > pieces else "pairs of them"
+            return Exactness("not exact", (f"pieces give another loss than {others}: {summary(found)}",))
         if losses.UNDECIDED in self._added_losses[True]:
             reason = "a loss given to add_loss was zero so far, which does not tell whether it is a mean or a sum"
             return Exactness("not exact", (reason,))

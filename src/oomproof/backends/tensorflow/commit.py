@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from oomproof.backends.common.model import written_by_update
 from oomproof.backends.tensorflow.writes import COMMIT_SCOPE
 
 _RESTORED_AT_ONCE = 2**20
@@ -35,7 +36,7 @@ def commit_leanly(
     optimizer = model.optimizer
     variables = [*(variable for variable, _ in pending), *(model.trainable_variables if gradients else ())]
     if gradients:
-        variables += optimizer.variables
+        variables += written_by_update(optimizer)
     journal: list[tuple[tf.Variable, np.ndarray[Any, Any]]] = []
     try:
         for variable in variables:

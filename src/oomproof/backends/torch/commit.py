@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from oomproof.backends.common.model import written_by_update
 from oomproof.backends.torch.writes import settled, write
 
 _MARK = "_oomproof_commit"
@@ -57,7 +58,7 @@ class Commit:
         try:
             writes = settled(pending)
             if gradients:
-                variables = _unique([*weights, *optimizer.variables, *(variable for variable, _ in pending)])
+                variables = _unique([*weights, *written_by_update(optimizer), *(variable for variable, _ in pending)])
                 values = [variable._value for variable in variables]
                 with torch.no_grad():
                     journal = self._copied_to_host(variables) if lean else _cloned(values)

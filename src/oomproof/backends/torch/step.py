@@ -12,7 +12,7 @@ from keras import tree
 from torch._dynamo.exc import TorchDynamoException
 
 from oomproof.backends.common.draws import Draw, Rows
-from oomproof.backends.common.model import seed_variables, unpack
+from oomproof.backends.common.model import seed_variables, unpack, written_by_update
 from oomproof.backends.common.predictions import predicted
 from oomproof.backends.common.proving import StepValues
 from oomproof.backends.common.step import ModelStep
@@ -136,7 +136,7 @@ class TorchStep(ModelStep):
             weights = self.model.trainable_weights
             kept = [g if g is None else g.cpu().clone() for g in gradients]
             variables = [*(v for v, _ in pending), *(weights if gradients else ())]
-            variables += self.model.optimizer.variables if gradients else ()
+            variables += written_by_update(self.model.optimizer) if gradients else ()
             with self._commit.undone(variables):
                 self._commit(weights, gradients, pending, lean=True)
                 written = {id(v): (v, v._value.detach().cpu().clone()) for v in variables}
