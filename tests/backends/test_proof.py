@@ -158,7 +158,7 @@ def test_added_losses_that_do_not(kind):
 
 
 def test_a_sum_that_is_zero_on_the_samples_that_were_looked_at():
-    """Where the proof cannot tell a sum from a mean, the first batch does: a piece against its halves."""
+    """Where the proof cannot tell a sum from a mean, the first batch does: pieces against smaller ones."""
     x, y = numbers(BATCH), classes(BATCH)
     # The samples a proof takes are spread over the batch; all of these are far from the threshold.
     x = np.clip(x, -1, 1).astype("float32")

@@ -135,7 +135,7 @@ class Step(Protocol):
         """
 
     def look(self, data: Data, pieces: int, again: bool = False) -> Exactness | None:
-        """Compares what the pieces of this very batch give with what their halves give; `None` if nothing differs.
+        """Compares what pieces of this very batch give with what smaller ones give; `None` if nothing differs.
 
         Asked `again` for a later batch, it looks only where what was found out of the model depends on the data.
         """

@@ -35,7 +35,7 @@ from oomproof.errors import UnsupportedModelError
 from oomproof.exactness import Exactness
 from oomproof.proof import Disagreement, disagreements, spread, summary
 from oomproof.records import Phase
-from oomproof.step.split import piece_bounds
+from oomproof.step.split import largest_piece, piece_bounds, piece_count
 from oomproof.units import tensor_bytes
 
 # How many samples it takes to see how a loss from `add_loss` splits.
@@ -303,19 +303,20 @@ class ModelStep:
         if again and not self._added_losses[True]:
             return None
         size = self.batch_size(data)
-        # Single samples have no halves. They are beside pairs, whose forward pass takes no more than a step of one.
-        halves = min(2 * pieces, size) if pieces < size else pieces // 2
+        # Smaller ones with other borders: both halves of a piece may be alike. Single samples are beside pairs, whose
+        # forward pass takes no more than a step of one.
+        others = piece_count(size, (2 * largest_piece(size, pieces) + 1) // 3) if pieces < size else pieces // 2
         if size < 2 or not depends_on_data(self.model, data):
             return None
-        found = self._forward_disagreements(data, pieces, halves)
+        found = self._forward_disagreements(data, pieces, others)
         undecided = losses.UNDECIDED in self._added_losses[True]
         if found and undecided:
             # Not means, then: what were zeros before may be sums.
             self._decide("sum")
-            found = self._forward_disagreements(data, pieces, halves)
+            found = self._forward_disagreements(data, pieces, others)
         if found:
-            others = "their halves" if halves > pieces else "pairs of them"
-            return Exactness("not exact", (f"pieces give another loss than {others}: {summary(found)}",))
+            which = "smaller" if others > pieces else "larger"
+            return Exactness("not exact", (f"pieces give another loss than {which} ones: {summary(found)}",))
         if losses.UNDECIDED in self._added_losses[True]:
             reason = "a loss given to add_loss was zero so far, which does not tell whether it is a mean or a sum"
             return Exactness("not exact", (reason,))
@@ -326,9 +327,9 @@ class ModelStep:
             self._added_losses[training] = tuple(kind if k == losses.UNDECIDED else k for k in kinds)
         self._forget_programs()
 
-    def _forward_disagreements(self, data: Any, pieces: int, halves: int) -> tuple[Disagreement, ...]:
+    def _forward_disagreements(self, data: Any, pieces: int, others: int) -> tuple[Disagreement, ...]:
         with emulating(self.engine):
-            asked, made = self._forward_values(data, pieces), self._forward_values(data, halves)
+            asked, made = self._forward_values(data, pieces), self._forward_values(data, others)
         return disagreements(asked, made, {}, {}, epsilon(self.model, self.engine))
 
     def _forward_values(self, data: Any, pieces: int) -> dict[str, Any]:
