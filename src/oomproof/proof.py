@@ -72,7 +72,7 @@ def disagreements(
         epsilon: As for `tolerance`.
     """
     gradients = {name: value for name, value in asked.items() if name.startswith(GRADIENT) and value is not None}
-    norms = {name: _norm(value) for name, value in gradients.items()}
+    norms = {name: _norm(_finite(value)) for name, value in gradients.items()}
     nothing = min(_NOTHING * epsilon, _NOTHING_AT_MOST) * max(norms.values(), default=0.0)
     rounding = {name: _rounding(gradient, reordered.get(name, gradient)) for name, gradient in gradients.items()}
     much = max((rounding[name] / norm for name, norm in norms.items() if norm > nothing), default=0.0)
@@ -117,7 +117,8 @@ class _Unsure(NamedTuple):
         """What an optimizer made of the other numbers."""
         kept = ~self.small
         if 0 < self.more < np.count_nonzero(kept):
-            distance = np.where(kept, np.abs(made - asked), -np.inf)
+            with np.errstate(invalid="ignore"):
+                distance = np.where(kept, np.nan_to_num(np.abs(made - asked)), -np.inf)
             kept &= distance <= np.partition(distance, -self.more - 1, axis=None)[-self.more - 1]
         return tuple(_only(values, kept) for values in (asked, made, *others))
 
@@ -132,8 +133,7 @@ def _variable_of(name: str, variables: Iterable[str]) -> str:
 def _rounding(asked: Any, noise: Any) -> float:
     if _shape(noise) != asked.shape:
         return 0.0
-    finite = np.isfinite(asked) & np.isfinite(noise)
-    return _NOISE * _norm(np.where(finite, noise - asked, 0.0) if not finite.all() else noise - asked)
+    return _NOISE * _norm(_apart(noise, asked))
 
 
 def _allowed(asked: Any, noise: Any, before: Any, epsilon: float) -> float:
@@ -145,7 +145,7 @@ def _allowed(asked: Any, noise: Any, before: Any, epsilon: float) -> float:
         return allowed + tolerance(epsilon) * _norm(_finite(asked))
     # The update is not linear: small differences of small gradients are differences of whole steps. And new values are
     # rounded as the variable is.
-    moved, precision = _norm(_finite(asked - before)), float(np.finfo(asked.dtype).eps)
+    moved, precision = _norm(_apart(asked, before)), float(np.finfo(asked.dtype).eps)
     return allowed + 10 * tolerance(epsilon) * moved + 4 * precision * _norm(_finite(asked))
 
 
@@ -158,12 +158,18 @@ def _disagreement(name: str, asked: Any, made: Any, before: Any, allowed: float)
         return None if np.array_equal(asked, made) else Disagreement(name, float("inf"), 0.0)
     if not np.array_equal(np.isfinite(asked), np.isfinite(made)):
         return Disagreement(name, float("inf"), 0.0)
-    distance = _norm(_finite(made - asked))
+    distance = _norm(_apart(made, asked))
     if distance <= allowed or distance == 0.0:
         return None
-    moved = _norm(_finite(asked - before)) if _shape(before) == asked.shape else 0.0
+    moved = _norm(_apart(asked, before)) if _shape(before) == asked.shape else 0.0
     scale = moved or _norm(_finite(asked)) or 1.0
     return Disagreement(name, distance / scale, allowed / scale)
+
+
+def _apart(one: Any, other: Any) -> Any:
+    """Differences of the numbers that are none of infinity."""
+    finite = np.isfinite(one) & np.isfinite(other)
+    return one - other if finite.all() else one[finite] - other[finite]
 
 
 def _finite(values: Any) -> Any:

@@ -124,6 +124,18 @@ def test_numbers_that_are_none_have_to_be_in_the_same_places():
     assert [each.name for each in found(made, asked)] == ["loss"]
 
 
+def test_gradients_that_overflow_hide_no_others():
+    """As in the first steps of mixed precision, before the loss scale has come down."""
+    overflown = np.array([np.inf, 1.0, np.nan])
+    asked = outcome(**{"gradient of b": overflown})
+    assert found(asked, asked, epsilon=FLOAT) == ()
+    rounded = outcome(GRADIENT * (1 + FLOAT), **{"gradient of b": overflown})
+    assert found(rounded, asked, epsilon=FLOAT) == ()
+    assert [each.name for each in found(asked | {"gradient of w": GRADIENT * 1.1}, asked, epsilon=FLOAT)] == [
+        "gradient of w"
+    ]
+
+
 def test_samples_are_taken_from_all_over():
     assert proof.spread(100, 5) == [0, 20, 40, 60, 80]
     assert proof.spread(3, 5) == [0, 1, 2]
