@@ -281,7 +281,7 @@ def test_seeds_end_as_after_the_whole_batch(float64):
         np.testing.assert_array_equal(value, guarded[name])
 
 
-@only("tensorflow", because="rows that are views of the whole batch")
+@only("tensorflow", because="graphs that are traced to be looked at")
 def test_looking_at_draws_keeps_no_batch(monkeypatch):
     """A graph lives until the garbage is collected, and what it has captured with it."""
     import tensorflow as tf
