@@ -29,7 +29,7 @@ sys.path.insert(0, str(TESTS))
 
 
 def main() -> None:
-    from oomproof.estimation.allocator import replay
+    from oomproof._estimation.allocator import replay
 
     measured = importlib.import_module("test_trace_tensorflow")
     names = sorted(measured.MODELS)

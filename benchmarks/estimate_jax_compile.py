@@ -211,10 +211,10 @@ def figures(name: str, batch: int, policy: str, optimizer: str) -> dict[str, Any
     os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
     import keras
 
-    from oomproof.backends.jax.compile import compile_step
-    from oomproof.backends.jax.trace import trace
-    from oomproof.estimation.allocator import replay
-    from oomproof.tracing import Spec, Target, Workload
+    from oomproof._estimation.allocator import replay
+    from oomproof._records.trace import Spec, Target, Workload
+    from oomproof._simulators.jax.compile import compile_step
+    from oomproof._simulators.jax.trace import trace
 
     keras.config.set_dtype_policy(policy)
     model = MODELS[name]()

@@ -53,7 +53,7 @@ def timed(name: str) -> dict[str, Any]:
     import numpy as np
 
     import oomproof
-    from oomproof.backends.common.fingerprint import Fingerprint
+    from oomproof._backends.common.fingerprint import Fingerprint
 
     model = MODELS[name]()
     model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])

@@ -94,9 +94,9 @@ def _trained(batch: int, pieces: int, size: int, way: str) -> dict[str, Any]:
 
 def _leave_it_to_keras(backend: str) -> None:
     if backend == "jax":
-        mock.patch("oomproof.backends.jax.fed", lambda model, iterator: iterator).start()
+        mock.patch("oomproof._backends.jax.fed", lambda model, iterator: iterator).start()
     else:
-        mock.patch("oomproof.backends.tensorflow.step.on_host", return_value=False).start()
+        mock.patch("oomproof._backends.tensorflow.step.on_host", return_value=False).start()
 
 
 def _peak(backend: str) -> int | None:

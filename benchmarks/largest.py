@@ -128,7 +128,7 @@ def main() -> None:
     if not chosen.tiny and environment()["gpu"] is None and chosen.resume is None:
         print("needs a GPU; --tiny shows that it runs", file=sys.stderr)
         return
-    from oomproof.units import parse_budget
+    from oomproof._records.units import parse_budget
 
     limit = parse_budget(chosen.memory or ("64MiB" if chosen.tiny else "8GiB"), None)
     assert limit is not None
@@ -330,7 +330,7 @@ def train(options: Record) -> Record:
 
 def tried(options: Record) -> Record:
     import oomproof
-    from oomproof import backends
+    from oomproof import _backends as backends
 
     try:
         return train(options)

@@ -242,7 +242,7 @@ def _oomproof(task: Task) -> dict[str, Any]:
     import keras
 
     import oomproof
-    from oomproof import backends
+    from oomproof import _backends as backends
 
     kind = type(backends.current().memory())
     shortage = kind.shortage

@@ -204,7 +204,7 @@ class Bench:
         import numpy as np
 
         from _plan_zoo import ZOO
-        from oomproof import backends
+        from oomproof import _backends as backends
 
         self.options = options
         self.end: float = time.monotonic() + options["seconds"]
@@ -310,12 +310,12 @@ class Bench:
 
     def levels(self) -> list[tuple[str, tuple[str, ...]]]:
         """Names and labels of the sets to recompute, with those that keep more first."""
-        from oomproof import backends
-        from oomproof.estimation.estimator import is_compiled
-        from oomproof.estimation.workloads import describe
-        from oomproof.plans import Planner, allowed
-        from oomproof.step import remat
-        from oomproof.tracing import Target
+        from oomproof import _backends as backends
+        from oomproof._estimation.api import is_compiled
+        from oomproof._estimation.workloads import describe
+        from oomproof._planning import remat
+        from oomproof._planning.planner import Planner, allowed
+        from oomproof._records.trace import Target
 
         model, backend = self.fresh().model, backends.current()
         workload = describe(model, self.batch, "train", is_compiled(model, backend), Target(True, (9, 0)))
@@ -369,7 +369,7 @@ class Bench:
 
     def run(self) -> None:
         import oomproof
-        from oomproof.backends.common.model import statistics_caveat
+        from oomproof._backends.common.model import statistics_caveat
 
         plain = self.measured(None)
         say({"what": "plain", "batch": self.batch, **plain})

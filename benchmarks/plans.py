@@ -196,8 +196,8 @@ def _train(name: str, limit: int, device: str, jit: str, folder: str) -> dict[st
     import numpy as np
 
     import oomproof
-    from oomproof import backends
-    from oomproof.plans import Planner
+    from oomproof import _backends as backends
+    from oomproof._planning.planner import Planner
 
     backend = keras.backend.backend()
     if device == "gpu" and limit:

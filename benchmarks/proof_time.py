@@ -49,11 +49,11 @@ def transformer() -> Any:
 
 
 def measured() -> dict[str, Any]:
-    from oomproof import backends
-    from oomproof.backends.common.stretches import labels
-    from oomproof.batches import Settings
-    from oomproof.proof_cache import ProofCache
-    from oomproof.proving import Proving
+    from oomproof import _backends as backends
+    from oomproof._backends.common.segments import labels
+    from oomproof._training.proof_cache import ProofCache
+    from oomproof._training.proving import Proving
+    from oomproof._training.sizing import Settings
 
     found: dict[str, Any] = {}
     for name, build, cut in (("ResNet50, recomputed", resnet50, False), ("transformer, cut", transformer, True)):

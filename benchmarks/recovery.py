@@ -118,7 +118,7 @@ def _trained(name: str, **guarded: Any) -> tuple[Any, int]:
     import numpy as np
 
     import oomproof
-    from oomproof.backends.tensorflow.device import TensorFlowMemory
+    from oomproof._backends.tensorflow.device import TensorFlowMemory
 
     model, shape = _model(name)
     rng = np.random.default_rng(0)

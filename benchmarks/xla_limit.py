@@ -79,8 +79,8 @@ def _compiled(model: str, share: float = 1.0, slop: int | None = None, fraction:
     import jax.numpy as jnp
 
     import _plan_zoo
-    from oomproof.backends.jax.abstract import abstract_step
-    from oomproof.tracing import Spec, Target, Workload
+    from oomproof._records.trace import Spec, Target, Workload
+    from oomproof._simulators.jax.abstract import abstract_step
 
     case = getattr(_plan_zoo, model)(large=True)
     inputs = [Spec((case.batch, *shape), kind) for shape, kind, _ in case.data]

@@ -29,7 +29,7 @@ from zoo_table import LEVELS, STACKS, TROUBLES, entry
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 from _common import environment
-from oomproof.units import parse_budget
+from oomproof._records.units import parse_budget
 
 TRUTH = pathlib.Path(__file__).parent / "truth"
 # Parts of a card of 139 GiB that are mostly enough; a run that needs more gets twice as much and tries again.

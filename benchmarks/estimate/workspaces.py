@@ -35,7 +35,7 @@ def measured(layer: dict[str, Any]) -> int:
 def expected(layer: dict[str, Any]) -> int:
     import jax
 
-    from oomproof.backends.jax.program import flattened
+    from oomproof._simulators.jax.jaxpr import flattened
 
     function, arguments = kernels.pulled(layer)
     program = flattened(jax.make_jaxpr(function)(*arguments), gpu=True)

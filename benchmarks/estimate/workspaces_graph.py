@@ -32,10 +32,10 @@ def expected(layer: dict[str, Any]) -> dict[str, int]:
     """Bytes that each part of a layer takes beside its inputs, by its trace for an H200."""
     import tensorflow as tf
 
-    from oomproof.backends.tensorflow.trace_executor import Executor
-    from oomproof.backends.tensorflow.trace_graph import function_graph
-    from oomproof.estimation.allocator import replay
-    from oomproof.tracing import Buffer, Op, Target, Trace
+    from oomproof._estimation.allocator import replay
+    from oomproof._records.trace import Buffer, Op, Target, Trace
+    from oomproof._simulators.tensorflow.executor import Executor
+    from oomproof._simulators.tensorflow.graph import function_graph
 
     found = {}
     for part, (function, inputs) in kernels.functions(layer).items():

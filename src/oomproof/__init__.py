@@ -8,6 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from oomproof._records.diagnosis import Checkup, Diagnosis, Evidence, Finding
+from oomproof._records.estimate import Estimate
+from oomproof._records.exactness import Exactness
+from oomproof._records.plan import Alternative, Plan
+from oomproof._records.run import Device, Event, Run
+from oomproof._records.verification import Verification
 from oomproof._version import __version__
 from oomproof.errors import (
     BackendError,
@@ -17,19 +23,15 @@ from oomproof.errors import (
     RecoveryFailedError,
     UnsupportedModelError,
 )
-from oomproof.exactness import Exactness
-from oomproof.findings import Checkup, Diagnosis, Evidence, Finding
-from oomproof.records import Alternative, Device, Estimate, Event, Plan, Run
-from oomproof.verification_record import Verification
 
 if TYPE_CHECKING:
     from oomproof import data
-    from oomproof.diagnosis.explaining import explain
-    from oomproof.estimation.estimator import estimate, max_batch_size
-    from oomproof.loops import gradients
-    from oomproof.plans import plan
-    from oomproof.training import fit, guard, unguard
-    from oomproof.verification import verify
+    from oomproof._estimation.api import estimate, max_batch_size
+    from oomproof._explain.api import explain
+    from oomproof._planning.planner import plan
+    from oomproof._training.gradients import gradients
+    from oomproof._training.guard import fit, guard, unguard
+    from oomproof._training.verify import verify
 
 __all__ = [
     "Alternative",
@@ -64,15 +66,15 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "explain": "oomproof.diagnosis.explaining",
-    "estimate": "oomproof.estimation.estimator",
-    "max_batch_size": "oomproof.estimation.estimator",
-    "fit": "oomproof.training",
-    "guard": "oomproof.training",
-    "unguard": "oomproof.training",
-    "gradients": "oomproof.loops",
-    "plan": "oomproof.plans",
-    "verify": "oomproof.verification",
+    "explain": "oomproof._explain.api",
+    "estimate": "oomproof._estimation.api",
+    "max_batch_size": "oomproof._estimation.api",
+    "fit": "oomproof._training.guard",
+    "guard": "oomproof._training.guard",
+    "unguard": "oomproof._training.guard",
+    "gradients": "oomproof._training.gradients",
+    "plan": "oomproof._planning.planner",
+    "verify": "oomproof._training.verify",
 }
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oomproof.findings import Diagnosis
-    from oomproof.records import Run
+    from oomproof._records.diagnosis import Diagnosis
+    from oomproof._records.run import Run
 
 
 class OomproofError(Exception):

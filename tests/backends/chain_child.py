@@ -17,7 +17,7 @@ from trace_models import Kind
 
 def recomputing(name):
     def build():
-        from oomproof.backends import current
+        from oomproof._backends import current
 
         model, batch = getattr(chain_models, name)()
         # Never left: the process ends with it.

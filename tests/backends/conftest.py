@@ -9,8 +9,8 @@ from keras import ops
 from keras.src.backend.common import dtypes
 from keras.src.losses import loss as keras_loss
 
-from oomproof.exactness import Exactness
-from oomproof.proving import Proving
+from oomproof._records.exactness import Exactness
+from oomproof._training.proving import Proving
 
 if BACKEND == "jax":
     import jax

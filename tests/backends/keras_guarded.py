@@ -15,8 +15,8 @@ from keras.src.models.model import Trainer
 from keras.src.trainers.trainer import Trainer as BaseTrainer
 
 import oomproof
-from oomproof.driver import Driver
-from oomproof.step.split import piece_count
+from oomproof._backends.pieces import piece_count
+from oomproof._training.driver import Driver
 
 if keras.backend.backend() == "jax":
     import jax

@@ -11,7 +11,7 @@ from here import USUAL, set_mode
 from keras import layers, ops
 
 import oomproof
-from oomproof.batches import Sizing
+from oomproof._training.sizing import Sizing
 
 BATCH = 12
 # Two full batches and a short one.

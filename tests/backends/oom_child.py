@@ -38,7 +38,7 @@ from oom_models import (
 )
 
 import oomproof
-from oomproof.records import Run
+from oomproof._records.run import Run
 
 BACKEND = keras.backend.backend()
 LIMIT = int(sys.argv[2])

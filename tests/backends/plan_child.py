@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 import oomproof
-from oomproof import backends
+from oomproof import _backends as backends
 
 BATCH, STEPS = 128, 3
 MIB = 2**20

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import oomproof
-from oomproof import backends
+from oomproof import _backends as backends
 
 BATCH = 256
 

@@ -5,8 +5,8 @@ import numpy as np
 from here import set_mode
 from keras import layers, ops
 
-from oomproof import backends
-from oomproof.backends.common.calls import graphs
+from oomproof import _backends as backends
+from oomproof._backends.common.calls import graphs
 
 SAMPLES, BATCH = 12, 4
 RANDOM = np.random.default_rng(0)

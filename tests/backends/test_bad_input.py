@@ -10,8 +10,8 @@ import pytest
 from here import out_of_memory
 
 import oomproof
-from oomproof import backends
-from oomproof.records import Device, Run
+from oomproof import _backends as backends
+from oomproof._records.run import Device, Run
 
 MEMORY = type(backends.current().memory())
 X, Y = np.ones((16, 3), "float32"), np.ones((16, 1), "float32")

@@ -16,15 +16,16 @@ import pytest
 from here import BACKEND, only
 from keras import layers, ops
 
-from oomproof.backends import current
-from oomproof.backends.common.calls import graphs
-from oomproof.backends.common.costs import cost_of, flops, forward_cost
-from oomproof.backends.common.precision import computed_in
-from oomproof.estimation.allocator import replay
-from oomproof.estimation.chain import MOST_STRETCHES, chain_of
-from oomproof.estimation.estimator import estimate
-from oomproof.estimation.workloads import describe
-from oomproof.tracing import Spec, Target
+from oomproof import _simulators as simulators
+from oomproof._backends import current
+from oomproof._backends.common.calls import graphs
+from oomproof._backends.common.precision import computed_in
+from oomproof._estimation.allocator import replay
+from oomproof._estimation.api import estimate
+from oomproof._estimation.workloads import describe
+from oomproof._planning.chain import MOST_STRETCHES, chain_of
+from oomproof._planning.costs import cost_of, flops, forward_cost
+from oomproof._records.trace import Spec, Target
 
 HERE = pathlib.Path(__file__).parent
 JIT = BACKEND == "jax"
@@ -34,7 +35,7 @@ MODELS = ["unet", "transformer", "nested", "resnet"]
 def traced(model, batch, jit=JIT, gpu=True, recompute=(), input_shape=None):
     workload = describe(model, batch, "train", jit, Target(gpu=gpu), input_shape)
     workload = dataclasses.replace(workload, recompute=tuple(recompute))
-    return workload, current().trace(model, workload)
+    return workload, simulators.trace(current(), model, workload)
 
 
 def chained(model, batch, **options):
@@ -360,13 +361,14 @@ def test_recomputed_peaks_are_those_of_real_steps_on_tensorflow():
 
 _COMPILED = """
 import dataclasses, chain_models
-from oomproof.backends import current
-from oomproof.estimation.workloads import describe
-from oomproof.tracing import Target
+from oomproof import _simulators as simulators
+from oomproof._backends import current
+from oomproof._estimation.workloads import describe
+from oomproof._records.trace import Target
 model, batch = chain_models.transformer()
 step = describe(model, batch, "train", True, Target(gpu=False))
 for recompute in ((), chain_models.blocks("transformer", model)):
-    print(current().compile(model, dataclasses.replace(step, recompute=recompute), None).peak)
+    print(simulators.compiled(current(), model, dataclasses.replace(step, recompute=recompute), None).peak)
 """
 
 

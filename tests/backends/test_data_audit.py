@@ -247,7 +247,7 @@ def test_bad_arguments():
 
 def test_command_line(tmp_path):
     (tmp_path / "train.py").write_text("import numpy as np\ndef make():\n    return np.ones((100, 7)), np.zeros(100)\n")
-    command = [sys.executable, "-c", "from oomproof.cli import main; main()", "data", "audit", "train:make"]
+    command = [sys.executable, "-c", "from oomproof._cli.main import main; main()", "data", "audit", "train:make"]
     answer = subprocess.run([*command, "--batch-size", "10", "--json"], cwd=tmp_path, capture_output=True, timeout=120)
     assert answer.returncode == 0, answer.stderr.decode()[-2000:]
     assert json.loads(answer.stdout)["kind"] == "arrays"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import oomproof
-from oomproof import host
+from oomproof._machine import host
 
 SAMPLES, BATCH = 100, 32
 

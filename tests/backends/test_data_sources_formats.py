@@ -155,7 +155,7 @@ TABLE = pa.table(
 
 @pytest.fixture(params=["parquet", "arrow", "feather", "csv"])
 def table(request, tmp_path, monkeypatch):
-    monkeypatch.setattr("oomproof.data.tables._CSV_BLOCK", 1000)
+    monkeypatch.setattr("oomproof.data.sources.tables._CSV_BLOCK", 1000)
     path = tmp_path / f"table.{request.param}"
     if request.param == "parquet":
         pa.parquet.write_table(TABLE, path, row_group_size=64)

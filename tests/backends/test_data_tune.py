@@ -204,7 +204,7 @@ def test_determinism_is_left_as_it_was(tf):
     tuned = tune(scaled(tf).batch(32).with_options(options), budget="200MiB", verbose=False)
     assert tuned.options().deterministic is False
     strict = tune(scaled(tf, num_parallel_calls=2, deterministic=True).batch(4), budget="200MiB", verbose=False)
-    from oomproof.data.tf_chain import chain_of, walk
+    from oomproof.data.pipelines.tf_stages import chain_of, walk
 
     (node,) = (each for each in walk(chain_of(strict)) if each.kind == "map")
     assert node.dataset._deterministic == "true"

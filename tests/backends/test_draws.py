@@ -13,8 +13,8 @@ from keras.src import backend as keras_backend
 from models import BATCH, FEATURES, SAMPLES, check_same, classes, classifier, compiled, made, numbers, train
 
 import oomproof
-from oomproof import backends
-from oomproof.backends.common.draws import SHARED, Draw, DrawTable, Rows, table_of
+from oomproof import _backends as backends
+from oomproof._backends.common.draws import SHARED, Draw, DrawTable, Rows, table_of
 
 MODES = modes(*([USUAL] if SLOW_COMPILES else ["graph", "eager", "xla"]))
 # Per backend, those that draw other numbers in pieces.
@@ -306,8 +306,8 @@ def test_looking_at_draws_keeps_no_batch(monkeypatch):
 def test_no_more_is_drawn_than_a_piece_needs():
     import jax
 
-    from oomproof.backends.jax.programs import Program
-    from oomproof.backends.jax.state import live_state
+    from oomproof._backends.jax.compiled import Program
+    from oomproof._backends.jax.state import live_state
 
     model = made(lambda: drawing("normal", "dropout", "randint", row=(8,)), "graph")
     step = backends.current().step(model)

@@ -14,13 +14,15 @@ from here import BACKEND
 from keras import layers
 
 import oomproof
-from oomproof import backends, cli, devices
-from oomproof.estimation import estimator
-from oomproof.estimation.bands import band_of
-from oomproof.estimation.engines import Answer
-from oomproof.estimation.workloads import describe
-from oomproof.records import Device
-from oomproof.tracing import Compiled, Target
+from oomproof import _simulators as simulators
+from oomproof._cli import main as cli
+from oomproof._estimation import api as estimator
+from oomproof._estimation.bands import band_of
+from oomproof._estimation.engines.base import Answer
+from oomproof._estimation.workloads import describe
+from oomproof._machine import gpus
+from oomproof._records.run import Device
+from oomproof._records.trace import Compiled, Target
 
 MIB = 2**20
 FIELDS = ("engine", "low", "expected", "high", "limit", "fits", "driver", "by_category", "by_layer", "seconds")
@@ -177,9 +179,8 @@ def test_gradients_of_pieces_are_added_up_somewhere():
 @pytest.mark.parametrize("tuned", [True, False])
 def test_what_the_compiler_says_counts_and_the_trace_says_whose_it_is(monkeypatch, tuned):
     said = Compiled(100 * MIB, 60 * MIB, 50 * MIB, 490 * MIB, tuned, 1.0, ("as told",))
-    backend = type(backends.current())
-    monkeypatch.setattr(backend, "why_not_compile", lambda self, workload: None)
-    monkeypatch.setattr(backend, "compile", lambda self, model, workload, memory: said)
+    monkeypatch.setattr(simulators, "why_not_compile", lambda backend, workload: None)
+    monkeypatch.setattr(simulators, "compiled", lambda backend, model, workload, memory: said)
     found = oomproof.estimate(conv_net(), 64, gpu="t4", jit=True)
     assert (found.engine, found.mode, found.notes) == ("compile", "compiled", ("as told",))
     # On JAX, Keras has the next batch on the GPU already.
@@ -198,11 +199,10 @@ def test_what_the_compiler_says_counts_and_the_trace_says_whose_it_is(monkeypatc
 
 
 def test_what_was_compiled_on_the_card_at_hand_is_known_better(monkeypatch):
-    monkeypatch.setattr(devices, "local", lambda: devices.of_memory("4GiB"))
-    backend = type(backends.current())
-    monkeypatch.setattr(backend, "why_not_compile", lambda self, workload: None)
+    monkeypatch.setattr(gpus, "local", lambda: gpus.of_memory("4GiB"))
+    monkeypatch.setattr(simulators, "why_not_compile", lambda backend, workload: None)
     said = Compiled(100 * MIB, 60 * MIB, 50 * MIB, 490 * MIB, True, 1.0)
-    monkeypatch.setattr(backend, "compile", lambda self, model, workload, memory: said)
+    monkeypatch.setattr(simulators, "compiled", lambda backend, model, workload, memory: said)
     found = oomproof.estimate(conv_net(), 64, jit=True)
     assert found.confidence == band_of("compile", BACKEND, "compiled", tuned=True).confidence
     assert found.high == pytest.approx(1.05 * found.expected)
@@ -446,11 +446,11 @@ def test_not_a_model_and_not_compiled():
 )
 def test_a_step_that_went_through_fits_however_little_it_left(monkeypatch, known, here, fits):
     card = {} if here else {"memory": "4GiB"}
-    monkeypatch.setattr(devices, "local", lambda: devices.of_memory("4GiB"))
+    monkeypatch.setattr(gpus, "local", lambda: gpus.of_memory("4GiB"))
     limit = oomproof.estimate(conv_net(), 8, engine="trace", **card).limit
 
     def answer(question):
-        trace = question.backend.trace(question.model, question.workload)
+        trace = simulators.trace(question.backend, question.model, question.workload)
         # On JAX the batch to come is put on the device, too.
         room = limit - 2 * MIB
         return Answer(trace, peak=room, **known)
@@ -464,12 +464,12 @@ def test_a_step_that_went_through_fits_however_little_it_left(monkeypatch, known
 
 @pytest.mark.parametrize("known", [{"tuned": True}, {"measured": True}])
 def test_the_largest_batch_is_found_in_few_looks_where_all_that_fits_ends_at_the_limit(monkeypatch, known):
-    monkeypatch.setattr(devices, "local", lambda: devices.of_memory("4GiB"))
+    monkeypatch.setattr(gpus, "local", lambda: gpus.of_memory("4GiB"))
     looked = []
 
     def answer(question):
         looked.append(question.workload.x.shape[0])
-        trace = question.backend.trace(question.model, question.workload)
+        trace = simulators.trace(question.backend, question.model, question.workload)
         return Answer(trace, peak=100 * MIB + 11 * MIB * looked[-1], **known)
 
     monkeypatch.setattr(estimator, "engine_for", lambda name, question: ("probe", types.SimpleNamespace(answer=answer)))
@@ -481,7 +481,7 @@ def test_the_largest_batch_is_found_in_few_looks_where_all_that_fits_ends_at_the
 
 
 def test_the_card_at_hand_may_have_less_than_others_of_its_kind():
-    card = devices.find("t4")
+    card = gpus.find("t4")
     usable = card.usable(BACKEND)
 
     def limit(at_hand, here=True):

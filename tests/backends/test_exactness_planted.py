@@ -27,7 +27,7 @@ from models import (
     words,
 )
 
-from oomproof.backends.common import losses, phases, statistics
+from oomproof._backends.common import losses, phases, statistics
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -88,7 +88,7 @@ def remainder_dropped():
 def rows_merged():
     import tensorflow as tf
 
-    from oomproof.backends.tensorflow import step
+    from oomproof._backends.tensorflow import step
 
     def merged(gradient):
         if not isinstance(gradient, tf.IndexedSlices):

@@ -12,11 +12,11 @@ from keras import layers
 from models import force_pieces, made, snapshot
 
 import oomproof
-from oomproof import plan_cache
-from oomproof.backends import current
-from oomproof.backends.common.fingerprint import Fingerprint
-from oomproof.estimation.workloads import describe
-from oomproof.tracing import Target
+from oomproof._backends import current
+from oomproof._backends.common.fingerprint import Fingerprint
+from oomproof._estimation.workloads import describe
+from oomproof._planning import cache as plan_cache
+from oomproof._records.trace import Target
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -5,7 +5,7 @@ import builtins
 import pytest
 from here import BACKEND
 
-from oomproof import backends
+from oomproof import _backends as backends
 
 ERRORS = {
     "tensorflow": [

@@ -93,7 +93,7 @@ def test_programs_are_read_from_disk_in_a_second_run(tmp_path):
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("late", [{1}, {2}, {3, 4}, {5}, {9}], ids=str)
 def test_steps_that_fail_late_are_undone_and_repeated(late, monkeypatch):
-    from oomproof.backends.jax.flights import Flight
+    from oomproof._backends.jax.pending_steps import Flight
 
     original, landed = Flight.land, []
 
@@ -112,7 +112,7 @@ def test_steps_that_fail_late_are_undone_and_repeated(late, monkeypatch):
 
 @only("jax", because="steps that fail after they were believed")
 def test_an_error_of_another_kind_that_comes_late_leaves_the_model_readable(monkeypatch):
-    from oomproof.backends.jax.flights import Flight
+    from oomproof._backends.jax.pending_steps import Flight
 
     def land(flight):
         raise ValueError("something else")

@@ -17,8 +17,8 @@ def apart(monkeypatch):
     """As on a GPU: Keras puts batches there one ahead, and the host's memory is another. Where inputs were is noted."""
     from keras.src.backend.jax.trainer import JAXEpochIterator
 
-    from oomproof.backends.jax import step
-    from oomproof.backends.jax.device import JaxMemory
+    from oomproof._backends.jax import step
+    from oomproof._backends.jax.device import JaxMemory
 
     class ApartStep(step.JaxStep):
         def __init__(self, model, memory):
@@ -34,7 +34,7 @@ def apart(monkeypatch):
     describe = JaxMemory.describe
     monkeypatch.setattr(JaxMemory, "describe", lambda self: dataclasses.replace(describe(self), limit=2**30))
     monkeypatch.setattr(step, "_LARGE", 0.0)
-    monkeypatch.setattr("oomproof.backends.jax.JaxStep", ApartStep)
+    monkeypatch.setattr("oomproof._backends.jax.JaxStep", ApartStep)
     monkeypatch.setattr(
         JAXEpochIterator,
         "_get_iterator",
@@ -80,7 +80,7 @@ def test_a_batch_on_the_device_stays_there_and_the_next_ones_do_not_follow(apart
 
 @pytest.mark.usefixtures("float64")
 def test_memory_that_runs_out_in_a_later_batch(apart, monkeypatch):
-    from oomproof.backends.jax.flights import Flight
+    from oomproof._backends.jax.pending_steps import Flight
 
     original, landed = Flight.land, []
 
@@ -101,12 +101,12 @@ def test_memory_that_runs_out_in_a_later_batch(apart, monkeypatch):
 def test_where_the_host_has_no_such_memory_batches_are_on_the_device(apart, monkeypatch):
     import jax
 
-    from oomproof.backends.jax import batches
+    from oomproof._backends.jax import host_batches
 
     def refused(leaf):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: failed to allocate pinned host memory")
 
-    monkeypatch.setattr(batches, "_to_host", refused)
+    monkeypatch.setattr(host_batches, "_to_host", refused)
     expected = train(lambda: classifier(metrics=["accuracy"]), numbers(), classes(), epochs=3)
     check_same(expected, trained(micro_batch_size=4))
     assert {row[1:] for row in apart} == {("device", "device")}
@@ -126,9 +126,9 @@ def test_sparse_inputs_are_on_the_device(apart, guard, monkeypatch):
     import keras
     import scipy.sparse
 
-    from oomproof.backends.jax.step import JaxStep
+    from oomproof._backends.jax.step import JaxStep
 
-    monkeypatch.setattr("oomproof.backends.jax.JaxStep._program", JaxStep._program)
+    monkeypatch.setattr("oomproof._backends.jax.JaxStep._program", JaxStep._program)
     inputs = keras.Input((4,), sparse=True)
     model = keras.Model(inputs, keras.layers.Dense(3)(inputs))
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -159,7 +159,7 @@ def test_whole_batches_are_put_on_the_device(apart):
 
 
 def test_small_batches_in_pieces_are_where_keras_puts_them(apart, monkeypatch):
-    monkeypatch.setattr("oomproof.backends.jax.step._LARGE", 1.0)
+    monkeypatch.setattr("oomproof._backends.jax.step._LARGE", 1.0)
     trained(micro_batch_size=4)
     assert {row[1:] for row in apart} == {("device", "device")}
 
@@ -182,7 +182,7 @@ def test_inputs_that_an_own_loss_may_read_are_on_the_device(apart):
 
 
 def test_a_feed_hands_out_every_batch_in_order_and_one_ahead():
-    from oomproof.backends.jax.batches import Feed
+    from oomproof._backends.jax.host_batches import Feed
 
     read = []
 
@@ -201,20 +201,20 @@ def test_a_feed_hands_out_every_batch_in_order_and_one_ahead():
 def test_a_batch_that_has_no_place_is_handed_out_all_the_same(monkeypatch):
     import jax
 
-    from oomproof.backends.jax import batches
+    from oomproof._backends.jax import host_batches
 
     def no_room(data, from_host):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(batches, "placed", no_room)
+    monkeypatch.setattr(host_batches, "placed", no_room)
     model, batch = classifier(), (np.ones((2, 3)), np.ones(2))
-    assert next(batches.Feed(model, iter([batch]))) is batch
+    assert next(host_batches.Feed(model, iter([batch]))) is batch
 
 
 def test_iterators_of_others_and_such_that_have_begun_are_left_alone():
     from keras.src.backend.jax.trainer import JAXEpochIterator
 
-    from oomproof.backends.jax.batches import Feed, fed
+    from oomproof._backends.jax.host_batches import Feed, fed
 
     model, data = classifier(), [(np.ones((2, 8)), np.ones(2))] * 3
     others = (batch for batch in data)
@@ -231,8 +231,8 @@ def test_iterators_of_others_and_such_that_have_begun_are_left_alone():
 def test_xla_is_told_of_the_room_there_is_where_that_is_less_than_it_thinks():
     import jax
 
-    from oomproof.backends.jax.device import Room
-    from oomproof.backends.jax.programs import limited_to
+    from oomproof._backends.jax.compiled import limited_to
+    from oomproof._backends.jax.device import Room
 
     given, made = [jax.device_put(np.zeros(100, "int8"))], [jax.ShapeDtypeStruct((200,), "int8")]
     name = "xla_gpu_memory_limit_slop_factor"

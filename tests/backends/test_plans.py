@@ -13,11 +13,14 @@ import pytest
 from here import BACKEND, only
 
 import oomproof
-from oomproof import backends, plan_cache, plan_looks, plans
-from oomproof.backends.fake import FakeMemory
-from oomproof.estimation.workloads import describe
-from oomproof.plans import Planner
-from oomproof.tracing import Target
+from oomproof import _backends as backends
+from oomproof._backends.fake import FakeMemory
+from oomproof._estimation.workloads import describe
+from oomproof._planning import cache as plan_cache
+from oomproof._planning import check as plan_looks
+from oomproof._planning import planner as plans
+from oomproof._planning.planner import Planner
+from oomproof._records.trace import Target
 
 HERE = pathlib.Path(__file__).parent
 MIB = 2**20
@@ -168,7 +171,7 @@ def test_a_plan_is_remembered(monkeypatch, tmp_path):
     budget = int(peak() * 0.5)
     first = oomproof.plan(a_model(), 1024, budget=budget)
     with monkeypatch.context() as patch:
-        patch.setattr("oomproof.plans.Planner._all_ways", lambda *_: pytest.fail("made anew"))
+        patch.setattr("oomproof._planning.planner.Planner._all_ways", lambda *_: pytest.fail("made anew"))
         assert oomproof.plan(a_model(), 1024, budget=budget) == first
         with pytest.raises(pytest.fail.Exception):
             oomproof.plan(a_model(), 1024, budget=budget + MIB)

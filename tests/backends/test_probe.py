@@ -13,9 +13,9 @@ import pytest
 from here import BACKEND, only
 
 import oomproof
-from oomproof.backends.base import Device
-from oomproof.estimation import probe
-from oomproof.tracing import Spec
+from oomproof._backends.base import Device
+from oomproof._estimation.engines import probe
+from oomproof._records.trace import Spec
 
 HERE = pathlib.Path(__file__).parent
 

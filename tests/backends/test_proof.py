@@ -8,10 +8,10 @@ from keras import layers, ops
 from models import BATCH, FEATURES, STEPS, WORDS, classes, classifier, compiled, made, numbers, tags, words
 
 import oomproof
-from oomproof import proof_cache
-from oomproof.backends.common import losses, phases
-from oomproof.backends.common.model import written_by_update
-from oomproof.exactness import Exactness
+from oomproof._backends.common import losses, phases
+from oomproof._backends.common.model import written_by_update
+from oomproof._records.exactness import Exactness
+from oomproof._training import proof_cache
 
 
 def trained(build, x, y, **options):
@@ -86,7 +86,9 @@ def test_what_is_not_exact_warns_whatever_verbose_is(verbose):
 
 
 def test_whole_batches_are_exact_without_a_proof(monkeypatch):
-    monkeypatch.setattr("oomproof.proving.Proving.__call__", lambda *_: pytest.fail("nothing is to be proven"))
+    monkeypatch.setattr(
+        "oomproof._training.proving.Proving.__call__", lambda *_: pytest.fail("nothing is to be proven")
+    )
     run = trained(
         lambda: classifier(layers.BatchNormalization()), numbers(BATCH), classes(BATCH), micro_batch_size="auto"
     )
@@ -99,7 +101,7 @@ def test_nothing_changes_while_it_is_proven(optimizer):
 
     Here a proof is made and nothing else.
     """
-    from oomproof import backends
+    from oomproof import _backends as backends
 
     def build():
         model = classifier(layers.Dropout(0.5), layers.GaussianNoise(0.1))
@@ -222,7 +224,7 @@ def test_a_mean_for_a_sum_is_caught(monkeypatch):
 @only("tensorflow", because="sparse gradients")
 def test_rows_that_are_not_added_are_caught(monkeypatch):
     assert trained(embedded, words(BATCH), tags(BATCH), allow="exact").exactness == Exactness()
-    monkeypatch.setattr("oomproof.backends.tensorflow.step.may_be_sparse", lambda model: False)
+    monkeypatch.setattr("oomproof._backends.tensorflow.step.may_be_sparse", lambda model: False)
     assert_caught(embedded, words(BATCH), tags(BATCH))
 
 
@@ -287,7 +289,7 @@ def test_and_made_anew_for_another_loss(monkeypatch):
 
 
 def test_a_proof_that_cannot_run_breaks_no_training(monkeypatch):
-    monkeypatch.setattr("oomproof.backends.common.step.proven", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("oomproof._backends.common.step.proven", lambda *_, **__: 1 / 0)
     run = trained(classifier, numbers(BATCH), classes(BATCH))
     assert run.exactness.word == "not exact"
     assert "ZeroDivisionError" in str(run.exactness)

@@ -32,7 +32,7 @@ from recompute_models import (
     with_gap,
 )
 
-from oomproof import backends
+from oomproof import _backends as backends
 
 SEGMENTATIONS = [every, one, with_gap]
 _plain = {}

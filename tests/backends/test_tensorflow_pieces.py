@@ -18,7 +18,7 @@ def cut_on(model, jit_compile):
     """Devices that the slices in the graph of a step in pieces are placed on, and the step's engine."""
     import tensorflow as tf
 
-    from oomproof.backends.tensorflow.step import TensorFlowStep
+    from oomproof._backends.tensorflow.step import TensorFlowStep
 
     model.jit_compile = jit_compile
     data = (tf.constant(numbers(), "float32"), tf.constant(numbers(width=2, seed=1), "float32"))
@@ -54,7 +54,7 @@ def test_what_was_computed_is_not_moved_to_be_cut():
 def test_pieces_are_cut_on_the_host_op_by_op_too(kind, monkeypatch):
     import tensorflow as tf
 
-    from oomproof.backends.tensorflow import pieces
+    from oomproof._backends.tensorflow import pieces
 
     made = {
         "dense": lambda: tf.constant(numbers()),
@@ -71,7 +71,7 @@ def test_pieces_are_cut_on_the_host_op_by_op_too(kind, monkeypatch):
 
 
 def test_batches_elsewhere_are_cut_where_they_are():
-    from oomproof.backends.tensorflow.pieces import on_host
+    from oomproof._backends.tensorflow.pieces import on_host
 
     class Elsewhere:
         device = "/job:localhost/replica:0/task:0/device:GPU:0"

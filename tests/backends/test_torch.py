@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oomproof
-from oomproof import backends
+from oomproof import _backends as backends
+from oomproof import _simulators as simulators
 
 pytestmark = only("torch", because="graphs of Python objects")
 
@@ -120,7 +121,7 @@ STRUCTURES = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(STRUCTURES, st.booleans())
 def test_walks_without_cycles_find_what_kerass_own_find(structure, top_down):
-    from oomproof.backends.torch.trees import without_cycles
+    from oomproof._backends.torch.tree_walks import without_cycles
 
     def change(node):
         return node + 1 if isinstance(node, int) else keras.tree.MAP_TO_NONE if node == "a" else None
@@ -139,10 +140,12 @@ def test_walks_without_cycles_find_what_kerass_own_find(structure, top_down):
 
 
 def traced(model, x, phase="train", **options):
-    from oomproof.tracing import Spec, Target, Workload
+    from oomproof._records.trace import Spec, Target, Workload
 
     y = None if phase == "predict" else Spec((x[0],), "int32")
-    return backends.current().trace(model, Workload(Spec(x, "float32"), y, phase, False, Target(True), **options))
+    return simulators.trace(
+        backends.current(), model, Workload(Spec(x, "float32"), y, phase, False, Target(True), **options)
+    )
 
 
 def test_cublas_has_a_workspace_for_each_thread_that_multiplies():
@@ -201,7 +204,7 @@ def test_what_cudnn_keeps_of_recurrent_layers_is_as_it_was_seen():
 def test_models_trained_side_by_side_put_kerass_walks_back():
     from keras.src.tree import torchtree_impl
 
-    from oomproof.backends.torch.trees import without_cycles
+    from oomproof._backends.torch.tree_walks import without_cycles
 
     own = torchtree_impl.traverse
     first, second = without_cycles(), without_cycles()
@@ -214,7 +217,7 @@ def test_models_trained_side_by_side_put_kerass_walks_back():
 
 
 def engine(model):
-    from oomproof.backends.torch.engine import TorchEngine
+    from oomproof._backends.torch.engine import TorchEngine
 
     return TorchEngine(model)
 
@@ -360,19 +363,19 @@ def test_an_estimate_of_pieces_is_of_what_guard_runs():
 def test_what_the_user_said_about_segments_stands(said, grow, monkeypatch):
     import torch
 
-    from oomproof.backends.torch import segments
+    from oomproof._backends.torch import expandable
 
     told = []
-    for name in segments._SETTINGS:
+    for name in expandable._SETTINGS:
         monkeypatch.delenv(name, raising=False)
     for name, value in said.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(segments, "get_device", lambda: "cuda")
+    monkeypatch.setattr(expandable, "get_device", lambda: "cuda")
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
-    segments._switch_on.cache_clear()
-    segments.let_grow()
-    segments.let_grow()
-    assert segments.grow() is grow
+    expandable._switch_on.cache_clear()
+    expandable.let_grow()
+    expandable.let_grow()
+    assert expandable.grow() is grow
     own = "expandable" in str(said) or "Async" in str(said)
     assert told == ([] if own else [",".join([*said.values(), "expandable_segments:True"])])
 
@@ -380,34 +383,34 @@ def test_what_the_user_said_about_segments_stands(said, grow, monkeypatch):
 def test_a_torch_that_cannot_be_told_is_left_alone(monkeypatch):
     import torch
 
-    from oomproof.backends.torch import segments
+    from oomproof._backends.torch import expandable
 
     def refuse(settings):
         raise RuntimeError("not on this platform")
 
-    for name in segments._SETTINGS:
+    for name in expandable._SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(segments, "_refused", [])
-    monkeypatch.setattr(segments, "get_device", lambda: "cuda")
+    monkeypatch.setattr(expandable, "_refused", [])
+    monkeypatch.setattr(expandable, "get_device", lambda: "cuda")
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse, raising=False)
-    segments._switch_on.cache_clear()
-    assert segments.grow()
-    segments.let_grow()
-    assert segments._refused == ["not on this platform"]
+    expandable._switch_on.cache_clear()
+    assert expandable.grow()
+    expandable.let_grow()
+    assert expandable._refused == ["not on this platform"]
     # Plans are then made for segments as they come.
-    assert not segments.grow()
-    segments._switch_on.cache_clear()
+    assert not expandable.grow()
+    expandable._switch_on.cache_clear()
 
 
 def test_a_model_on_a_cpu_leaves_the_gpu_as_it_is(monkeypatch):
     import torch
 
-    from oomproof.backends.torch import segments
+    from oomproof._backends.torch import expandable
 
     told = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
-    segments._switch_on.cache_clear()
-    segments.let_grow()
+    expandable._switch_on.cache_clear()
+    expandable.let_grow()
     assert told == []
 
 
@@ -418,12 +421,12 @@ def test_a_model_on_a_cpu_leaves_the_gpu_as_it_is(monkeypatch):
 def test_memory_in_pieces_is_said_where_something_can_be_done_about_it(said, refused, advised, monkeypatch):
     import torch
 
-    from oomproof.backends.torch import segments
+    from oomproof._backends.torch import expandable
 
-    for name in segments._SETTINGS:
+    for name in expandable._SETTINGS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", said)
-    monkeypatch.setattr(segments, "_refused", refused)
+    monkeypatch.setattr(expandable, "_refused", refused)
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory 5.00 GiB is allocated by PyTorch, and "
         "3.00 GiB is reserved by PyTorch but unallocated."

@@ -8,8 +8,8 @@ import pytest
 from here import only
 from keras import layers
 
+from oomproof._records.trace import Spec, Target, Workload
 from oomproof.errors import BackendError
-from oomproof.tracing import Spec, Target, Workload
 
 pytestmark = only("jax", because="programs planned by XLA")
 
@@ -21,8 +21,8 @@ FEATURES = 64
 
 def tools():
     """The modules under test, which only JAX can import."""
-    from oomproof.backends.jax import compile as compiling
-    from oomproof.backends.jax import trace as tracing
+    from oomproof._simulators.jax import compile as compiling
+    from oomproof._simulators.jax import trace as tracing
 
     return tracing.trace, compiling
 
@@ -218,7 +218,7 @@ def test_loops_are_known_in_the_words_of_either_jax():
     """From 0.11 on a scan says what it carries as trees of its operands: those of all rounds, carried, and given."""
     import jax
 
-    from oomproof.backends.jax import program
+    from oomproof._simulators.jax import jaxpr
 
     def loop(carry, given):
         return jax.lax.scan(lambda carry, x: ((carry[0] + x, carry[1] * x), x), carry, given)
@@ -227,7 +227,7 @@ def test_loops_are_known_in_the_words_of_either_jax():
     older = dict(scan.params) | {"num_carry": 2}
     newer = {name: value for name, value in older.items() if name != "num_carry"}
     newer["ft_in"] = type("Trees", (), {"unpack": lambda self: ((), (None, None), (None,))})()
-    assert [program._facts(scan.replace(params=params), "scan", [], True)["carried"] for params in (older, newer)] == [
+    assert [jaxpr._facts(scan.replace(params=params), "scan", [], True)["carried"] for params in (older, newer)] == [
         2,
         2,
     ]
@@ -315,7 +315,7 @@ def test_a_missing_compiler_names_what_to_install(monkeypatch):
         raise RuntimeError("no plugin")
 
     _, compiling = tools()
-    monkeypatch.setattr("oomproof.backends.xla.absent.topologies.get_topology_desc", missing)
+    monkeypatch.setattr("oomproof._simulators.xla.absent_gpu.topologies.get_topology_desc", missing)
     with pytest.raises(BackendError, match=r"pip install 'oomproof\[gpu-compile\]'"):
         compiling.compile_step(mlp(), step())
     assert "gpu-compile" in compiling.why_not(step())
@@ -390,7 +390,7 @@ def test_op_by_op_padded_copies_are_there_for_a_moment():
 
 def test_what_cudnn_asks_for_an_lstm():
     """As it answered on an H200 (benchmarks/estimate/truth/kernels-jax.jsonl)."""
-    from oomproof.backends.jax.cudnn import lstm_sizes
+    from oomproof._simulators.jax.cudnn import lstm_sizes
 
     for asked, told in (
         ((128, 512, 1, 256, 200, False), (569379072, 524288256)),

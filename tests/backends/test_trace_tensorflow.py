@@ -15,16 +15,16 @@ import pytest
 from here import BACKEND, only
 from keras import layers, tree
 
+from oomproof._estimation.allocator import RULES, Heap, replay
+from oomproof._records.trace import Spec, Target, Workload
 from oomproof.errors import BackendError, UnsupportedModelError
-from oomproof.estimation.allocator import RULES, Heap, replay
-from oomproof.tracing import Spec, Target, Workload
 
 pytestmark = only("tensorflow", because="peaks of a real allocator on a CPU")
 if BACKEND == "tensorflow":
     import tensorflow as tf
     from trace_models import MODELS, compiled
 
-    from oomproof.backends.tensorflow.trace import trace
+    from oomproof._simulators.tensorflow.trace import trace
 
 HERE = pathlib.Path(__file__).parent
 TRUTH = HERE.parents[1] / "benchmarks" / "estimate" / "truth"
@@ -159,7 +159,7 @@ HAS_COMPILER = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for ver
 
 @pytest.mark.skipif(HAS_COMPILER, reason="for a machine without the gpu-compile extra")
 def test_a_missing_compiler_names_what_to_install():
-    from oomproof.backends.tensorflow.compile import compile_step, why_not
+    from oomproof._simulators.tensorflow.compile import compile_step, why_not
 
     model, batch, (x, y) = MODELS["plain_cnn"]()
     data = dataclasses.replace(workload(batch, x, y, gpu=True), jit=True)
@@ -170,7 +170,7 @@ def test_a_missing_compiler_names_what_to_install():
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="this machine has no gpu-compile extra")
 def test_trace_and_compiler_agree_for_a_gpu_that_is_not_there():
-    from oomproof.backends.tensorflow.compile import compile_step
+    from oomproof._simulators.tensorflow.compile import compile_step
 
     model, batch, (x, y) = MODELS["plain_cnn"]()
     data = dataclasses.replace(workload(batch, x, y, gpu=True), jit=True)
@@ -182,7 +182,7 @@ def test_trace_and_compiler_agree_for_a_gpu_that_is_not_there():
 
 
 def test_a_process_that_cannot_compile_says_why(monkeypatch):
-    from oomproof.backends.xla.elsewhere import compiled_elsewhere
+    from oomproof._simulators.xla.child import compiled_elsewhere
 
     says = "ended with status" if HAS_COMPILER else "gpu-compile"
     with pytest.raises(BackendError, match=says):
@@ -195,7 +195,7 @@ def test_a_process_that_cannot_compile_says_why(monkeypatch):
 
 
 def lowered_text(model, batch=8):
-    from oomproof.backends.tensorflow.lowered import lowered
+    from oomproof._simulators.tensorflow.lowering import lowered
 
     data = Workload(Spec((batch, 300), "float32"), Spec((batch, 300), "float32"), "train", True, Target(gpu=True))
     text = lowered(model, data).text
@@ -209,12 +209,12 @@ def lowered_text(model, batch=8):
 
 @pytest.mark.parametrize("optimizer", ["adam", "rmsprop", "adamw"])
 def test_a_program_is_the_same_however_square_roots_are_lowered(monkeypatch, optimizer):
-    from oomproof.backends.tensorflow import lowered
+    from oomproof._simulators.tensorflow import lowering
 
     model = keras.Sequential([keras.Input((300,)), layers.Dense(300, activation="tanh"), layers.LayerNormalization()])
     model.compile(optimizer, "mse")
     quick = lowered_text(model)
-    monkeypatch.setattr(lowered, "_QUICK", "Sqrt")
+    monkeypatch.setattr(lowering, "_QUICK", "Sqrt")
     assert lowered_text(model) == quick
     assert any("stablehlo.sqrt" in line for line in quick)
     assert not any("stablehlo.tan " in line for line in quick)
@@ -228,7 +228,7 @@ def test_tangents_of_a_model_stay_tangents():
 
 
 def test_lowering_that_fails_leaves_the_model_as_it_was(monkeypatch):
-    from oomproof.backends.tensorflow import lowered
+    from oomproof._simulators.tensorflow import lowering
 
     def fails(*_):
         raise ValueError("Lowering failed.")
@@ -237,7 +237,7 @@ def test_lowering_that_fails_leaves_the_model_as_it_was(monkeypatch):
     model.compile("adam", "mse")
     before = model.get_weights()
     optimizer = model.optimizer
-    monkeypatch.setattr(lowered.compiler_ir, "from_concrete_function", fails)
+    monkeypatch.setattr(lowering.compiler_ir, "from_concrete_function", fails)
     with pytest.raises(UnsupportedModelError, match="Lowering failed"):
         lowered_text(model)
     assert model.optimizer is optimizer
@@ -253,7 +253,7 @@ def tf_context():
 
 
 def test_variables_that_share_memory_are_written_apart():
-    from oomproof.backends.tensorflow.trace_state import sharing_storage
+    from oomproof._simulators.tensorflow.state import sharing_storage
 
     with sharing_storage():
         first, second = (keras.Variable("ones", shape=(256, 256)) for _ in range(2))
@@ -270,7 +270,7 @@ def test_masks_are_read_as_they_were_written():
     from jax._src.interpreters import mlir
     from jaxlib.mlir import ir
 
-    from oomproof.backends.tensorflow.compile import _TRUTHS, _a_byte_each
+    from oomproof._simulators.tensorflow.compile import _TRUTHS, _a_byte_each
 
     mask = np.tril(np.ones((7, 9), bool))
     packed = np.packbits(mask.ravel(), bitorder="little").tobytes().hex().upper()

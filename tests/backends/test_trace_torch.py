@@ -10,8 +10,8 @@ import pytest
 from here import only
 from keras import layers
 
+from oomproof._records.trace import Spec, Target, Workload
 from oomproof.errors import UnsupportedModelError
-from oomproof.tracing import Spec, Target, Workload
 
 pytestmark = only("torch", because="a step traced with fake tensors")
 
@@ -111,7 +111,7 @@ def traced(model, *args, **kwargs):
 
 
 def traced_step(model, step):
-    from oomproof.backends.torch.trace import trace
+    from oomproof._simulators.torch.trace import trace
 
     return trace(model, step)
 
@@ -249,7 +249,7 @@ def test_attention_recurrence_and_dropout_take_the_kernels_of_a_gpu():
 def test_images_with_odd_channels_are_copied_with_more(channels, counted):
     import torch
 
-    from oomproof.backends.torch.workspaces import Workspaces
+    from oomproof._simulators.torch.workspaces import Workspaces
 
     image = torch.empty((4, channels, 10, 10), dtype=torch.float16).to(memory_format=torch.channels_last)
     weights = torch.empty((16, channels, 3, 3), dtype=torch.float16).to(memory_format=torch.channels_last)
@@ -317,7 +317,7 @@ def test_recomputation_is_traced_on_a_machine_with_a_gpu_as_on_one_without(monke
 
 
 def test_bad_input():
-    from oomproof.backends.torch.trace import trace
+    from oomproof._simulators.torch.trace import trace
 
     with pytest.raises(TypeError, match=r"Expected a keras\.Model"):
         trace("model", Workload(Spec((1,), "float32"), None, "train", False))

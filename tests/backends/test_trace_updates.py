@@ -5,11 +5,12 @@ import pytest
 from here import BACKEND, only
 from keras import layers, optimizers
 
-from oomproof.tracing import Spec, Target, Workload
+from oomproof._records.trace import Spec, Target, Workload
 
 pytestmark = only("tensorflow", because="peaks of a real allocator on a CPU")
 if BACKEND == "tensorflow":
-    from oomproof.backends.tensorflow import trace_graph, trace_updates
+    from oomproof._simulators.tensorflow import graph as trace_graph
+    from oomproof._simulators.tensorflow import updates
 
 NAMES = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Lion", "Nadam")
 OPTIMIZERS = {name: getattr(optimizers, name) for name in NAMES} | {
@@ -35,11 +36,11 @@ def named_by_place(graph):
 def test_updates_made_again_are_those_keras_would_have_made(monkeypatch, optimizer):
     model = keras.Sequential([keras.Input((8,)), *[layers.Dense(8) for _ in range(4)], layers.Dense(3)])
     data = Workload(Spec((4, 8), "float32"), Spec((4, 3), "float32"), "train", False, Target(gpu=False))
-    graphs, again, repeat = [], [], trace_updates._repeat
-    monkeypatch.setattr(trace_updates, "_repeat", lambda *given: again.append(repeat(*given)))
+    graphs, again, repeat = [], [], updates._repeat
+    monkeypatch.setattr(updates, "_repeat", lambda *given: again.append(repeat(*given)))
     monkeypatch.setattr(trace_graph, "_nodes", lambda graph: graphs.append(graph) or [])
-    for known in (trace_updates._KNOWN, set()):
-        monkeypatch.setattr(trace_updates, "_KNOWN", known)
+    for known in (updates._KNOWN, set()):
+        monkeypatch.setattr(updates, "_KNOWN", known)
         model.compile(OPTIMIZERS[optimizer](name="optimizer"), "mse", jit_compile=False)
         trace_graph.step_graph(model, data)
         assert "update_step" not in vars(model.optimizer)

@@ -200,7 +200,7 @@ def reordered(arrays, batch):
 
 def stretches(model, fractions):
     """Labels of stretches that begin and end at these fractions of the model's calls."""
-    from oomproof.backends.common.stretches import labels
+    from oomproof._backends.common.segments import labels
 
     found = labels(model) if model.built else ()
     chosen, free = [], 0

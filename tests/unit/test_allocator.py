@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomproof.estimation.allocator import RULES, Heap, goes_through, places, replay
-from oomproof.tracing import Buffer, Op, Trace
+from oomproof._estimation.allocator import RULES, Heap, goes_through, places, replay
+from oomproof._records.trace import Buffer, Op, Trace
 
 MIB = 2**20
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from oomproof import cli
+from oomproof._cli import main as cli
+from oomproof._demo import processes, run
+from oomproof._demo.processes import Outcome
 from oomproof._version import __version__
-from oomproof.demo import processes, run
-from oomproof.demo.processes import Outcome
 from oomproof.errors import CannotFitError
 
 MIB = 2**20

@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 
-from oomproof.backends.xla.convolutions import for_cudnn, workspace
-from oomproof.backends.xla.program import Convolution, Node, Value
+from oomproof._simulators.xla.convolutions import for_cudnn, workspace
+from oomproof._simulators.xla.program import Convolution, Node, Value
 
 MB = 10**6
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 import oomproof
-from oomproof import host
+from oomproof._machine import host
+from oomproof._records.diagnosis import Finding
 from oomproof.data import DataAudit, Stage
-from oomproof.findings import Finding
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MIB, GIB = 2**20, 2**30
@@ -110,7 +110,7 @@ def test_resident_memory_of_this_process():
     ],
 )
 def test_bad_input_on_the_command_line(arguments, words):
-    command = [sys.executable, "-c", "from oomproof.cli import main; main()", "data", "audit", *arguments]
+    command = [sys.executable, "-c", "from oomproof._cli.main import main; main()", "data", "audit", *arguments]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 2, answer.stderr
     assert words in answer.stderr

@@ -8,9 +8,9 @@ import h5py
 import numpy as np
 import pytest
 
-from oomproof.data import array_files
-from oomproof.data.array_files import Column, NpyColumn, column_of
-from oomproof.data.image_index import indexed
+from oomproof.data.sources import array_files
+from oomproof.data.sources.array_files import Column, NpyColumn, column_of
+from oomproof.data.sources.image_index import indexed
 
 X = np.arange(6000, dtype=np.int16).reshape(500, 4, 3)
 

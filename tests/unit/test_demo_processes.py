@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from oomproof.demo import processes
+from oomproof._demo import processes
 
 CODE = {
     "unlimited": "import time; time.sleep(60)",

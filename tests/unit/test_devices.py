@@ -2,7 +2,7 @@
 
 import pytest
 
-from oomproof import devices
+from oomproof._machine import gpus
 
 MIB = 2**20
 # Of compute capability 6, 7, 8 and 9.
@@ -23,37 +23,37 @@ CARDS = ("p100-16gb", "t4", "rtx-3090", "h200")
     ],
 )
 def test_names_as_people_write_them(written, name):
-    assert devices.find(written).name == name
+    assert gpus.find(written).name == name
 
 
 def test_a_card_of_two_sizes_has_to_be_named_in_full():
     with pytest.raises(ValueError, match="a100-40gb, a100-80gb"):
-        devices.find("a100")
+        gpus.find("a100")
 
 
 @pytest.mark.parametrize(("wrong", "near"), [("rtx-4009", "rtx-4090"), ("gtx 1070ti", "gtx-1070")])
 def test_an_unknown_card_names_near_ones(wrong, near):
     with pytest.raises(ValueError, match=rf"no GPU.*{near}.*--memory"):
-        devices.find(wrong)
+        gpus.find(wrong)
 
 
 def test_nothing_near():
     with pytest.raises(ValueError, match=r"no GPU 'abacus' in the catalogue. `oomproof gpus`"):
-        devices.find("abacus")
+        gpus.find("abacus")
     with pytest.raises(TypeError, match="gpu=4090"):
-        devices.find(4090)
+        gpus.find(4090)
 
 
 def test_every_name_finds_itself():
-    assert all(devices.find(name) is gpu for name, gpu in devices.CATALOGUE.items())
+    assert all(gpus.find(name) is gpu for name, gpu in gpus.CATALOGUE.items())
 
 
 def test_what_frameworks_can_use(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    card = devices.find("rtx-3090")
+    card = gpus.find("rtx-3090")
     assert card.usable("jax") == card.memory * 3 // 4
     # Kept back by TensorFlow, by compute capability, besides the context.
-    kept = {name: devices.find(name).memory - devices.find(name).usable("tensorflow") for name in CARDS}
+    kept = {name: gpus.find(name).memory - gpus.find(name).usable("tensorflow") for name in CARDS}
     assert [kept[name] - kept["p100-16gb"] for name in CARDS] == [0, 550 * MIB, 1036 * MIB, 1300 * MIB]
     assert 500 * MIB < kept["p100-16gb"] < 1000 * MIB
     assert card.usable("tensorflow") < card.usable("torch") < card.memory
@@ -62,7 +62,7 @@ def test_what_frameworks_can_use(monkeypatch):
 
 
 def test_what_nvidia_smi_shows():
-    card = devices.find("t4")
+    card = gpus.find("t4")
     assert card.shown("torch", 100 * MIB) < 1000 * MIB
     # These take what they may use at once.
     assert card.shown("tensorflow", 100 * MIB) > card.usable("tensorflow")
@@ -70,9 +70,9 @@ def test_what_nvidia_smi_shows():
 
 
 def test_a_card_by_its_memory():
-    assert devices.of_memory("24GiB").memory == 24 * 2**30
-    assert str(devices.of_memory(2**30)) == "a card (1.0 GiB)"
+    assert gpus.of_memory("24GiB").memory == 24 * 2**30
+    assert str(gpus.of_memory(2**30)) == "a card (1.0 GiB)"
     with pytest.raises(ValueError, match="Units"):
-        devices.of_memory("24 bananas")
+        gpus.of_memory("24 bananas")
     with pytest.raises(ValueError, match="positive"):
-        devices.of_memory(0)
+        gpus.of_memory(0)

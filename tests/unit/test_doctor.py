@@ -7,10 +7,10 @@ import types
 
 import pytest
 
-from oomproof.doctor.checks import check
-from oomproof.doctor.machine import Card, Machine, Process, this_machine
-from oomproof.findings import Checkup
-from oomproof.host import cgroup_limits
+from oomproof._doctor.checks import check
+from oomproof._doctor.machine import Card, Machine, Process, this_machine
+from oomproof._machine.host import cgroup_limits
+from oomproof._records.diagnosis import Checkup
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 GIB = 2**30

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomproof.backends.fake import FakeMemory, FakeShortageError, FakeStep
-from oomproof.batches import Settings
-from oomproof.driver import Driver
+from oomproof._backends.fake import FakeMemory, FakeShortageError, FakeStep
+from oomproof._records.exactness import Exactness
+from oomproof._training.driver import Driver
+from oomproof._training.sizing import Settings
 from oomproof.errors import BackendError, CannotFitError, InexactWarning, RecoveryFailedError
-from oomproof.exactness import Exactness
 
 BATCH = list(range(256))
 

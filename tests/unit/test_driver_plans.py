@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from oomproof.backends.fake import FakeMemory, FakeStep
-from oomproof.batches import Settings
-from oomproof.driver import Driver
+from oomproof._backends.fake import FakeMemory, FakeStep
+from oomproof._records.plan import Plan
+from oomproof._training.driver import Driver
+from oomproof._training.sizing import Settings
 from oomproof.errors import InexactWarning
-from oomproof.records import Plan
 
 BATCH = list(range(256))
 INEXACT = ("BatchNormalization (bn) normalises with the statistics of each piece",)

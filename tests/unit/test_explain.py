@@ -7,10 +7,10 @@ import pytest
 from explain_texts import BFC, BY_CAUSE, torch_text
 
 import oomproof
-from oomproof.diagnosis.layers import layer_of
-from oomproof.diagnosis.pattern import Pattern, parse_size
-from oomproof.diagnosis.sources import PATTERNS
-from oomproof.findings import Diagnosis
+from oomproof._explain.layers import layer_of
+from oomproof._explain.pattern import Pattern, parse_size
+from oomproof._explain.sources import PATTERNS
+from oomproof._records.diagnosis import Diagnosis
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 CASES = pathlib.Path(__file__).parents[2] / "benchmarks" / "explain"
@@ -278,18 +278,18 @@ def test_what_is_no_text(wrong: object) -> None:
 
 
 def test_refusals_carry_a_diagnosis() -> None:
-    from oomproof import refusals
-    from oomproof.records import Device
+    from oomproof._records.run import Device
+    from oomproof._training import messages
 
     device = Device("GPU:0", 16 * GIB, True)
     said = "OOM when allocating tensor with shape[9,9] and type float on GPU:0 by allocator GPU_0_bfc"
-    gave_up = refusals.gave_up("A piece", device, GIB, 16 * GIB, True, {"weights": GIB}, said)
+    gave_up = messages.gave_up("A piece", device, GIB, 16 * GIB, True, {"weights": GIB}, said)
     assert gave_up.diagnosis is not None
     assert gave_up.diagnosis.tensor_shape == (9, 9)
     for refused in (
-        refusals.model_does_not_fit(device, {"weights": GIB}, said),
-        refusals.budget_below_resident(GIB, {"weights": 2 * GIB}),
-        refusals.one_sample_over_budget(GIB, GIB, GIB, {"weights": 1, "optimizer": 1}, 3.0 * GIB),
+        messages.model_does_not_fit(device, {"weights": GIB}, said),
+        messages.budget_below_resident(GIB, {"weights": 2 * GIB}),
+        messages.one_sample_over_budget(GIB, GIB, GIB, {"weights": 1, "optimizer": 1}, 3.0 * GIB),
     ):
         assert refused.diagnosis is not None
         assert refused.diagnosis.is_memory

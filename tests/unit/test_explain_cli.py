@@ -7,7 +7,7 @@ import sys
 import pytest
 from explain_texts import BY_CAUSE
 
-COMMAND = [sys.executable, "-c", "from oomproof.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from oomproof._cli.main import main; main()"]
 
 
 def run(*arguments: str, given: bytes = b"") -> subprocess.CompletedProcess:
@@ -57,7 +57,7 @@ def test_doctor() -> None:
 
 def test_neither_loads_a_framework() -> None:
     code = (
-        "import sys, oomproof\nfrom oomproof.doctor.checks import check\noomproof.explain('MemoryError'); check()\n"
+        "import sys, oomproof\nfrom oomproof._doctor.checks import check\noomproof.explain('MemoryError'); check()\n"
         "print(*{'tensorflow', 'keras', 'jax', 'torch'}.intersection(sys.modules))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -11,7 +11,7 @@ import pytest
 from explain_texts import BY_CAUSE, torch_text
 
 import oomproof
-from oomproof.diagnosis import lines
+from oomproof._explain import lines
 
 WORDS = [*BY_CAUSE.values(), "Killed\n", "MemoryError\n", "Epoch 3/9\n", "step 7 loss 0.1\n", "exit code 137\n"]
 NASTY = [

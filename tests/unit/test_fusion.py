@@ -2,11 +2,11 @@
 
 import pytest
 
-from oomproof.backends.xla.fusion import Fusion
-from oomproof.backends.xla.program import Node, Value, linked
-from oomproof.backends.xla.schedule import planned
-from oomproof.backends.xla.stablehlo import read
-from oomproof.backends.xla.zeros import with_shared_zeros
+from oomproof._simulators.xla.fusion import Fusion
+from oomproof._simulators.xla.program import Node, Value, linked
+from oomproof._simulators.xla.schedule import planned
+from oomproof._simulators.xla.stablehlo import read
+from oomproof._simulators.xla.zeros import with_shared_zeros
 
 ROWS, COLUMNS = 4096, 4096
 BYTES = {"float32": 4, "float16": 2, "bool": 1}

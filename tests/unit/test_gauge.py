@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from oomproof.backends.fake import FakeMemory
+from oomproof._backends.fake import FakeMemory
+from oomproof._training.memory import Gauge
 from oomproof.errors import BackendError
-from oomproof.gauge import Gauge
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""The import rule of docs/architecture.md, read from the source, and what `import oomproof` may load."""
+"""The import rule of docs/design/architecture.md, read from the source, and what `import oomproof` may load."""
 
 from __future__ import annotations
 
@@ -13,101 +13,42 @@ import pytest
 SOURCE = pathlib.Path(__file__).parents[2] / "src"
 FRAMEWORKS = {"tensorflow", "jax", "torch"}
 
-FOUNDATION = {"errors", "units", "exactness", "records", "findings", "tracing", "host", "naming", "_version"}
-LEAF_ROOMS = {"estimation", "profiling", "data", "parallel"}
-PURE_ROOMS = {"planning", "step.recover", "step.remat", "diagnosis", "reporting"}
-BELOW_TRAINING = (
-    FOUNDATION
-    | LEAF_ROOMS
-    | PURE_ROOMS
-    | {
-        "devices",
-        "step",
-        "backends",
-        "batches",
-        "driver",
-        "drivers",
-        "gauge",
-        "journal",
-        "probing",
-        "proof",
-        "proving",
-        "refusals",
-        "verification",
-        "verification_record",
-        "loops",
-    }
-    | {"doctor"}
-    | {"plan_cache", "plan_looks", "plans", "proof_cache"}
-)
-
-# Which of our rooms a room may import, besides itself. A room is a module or a package of src/oomproof; where two
-# names fit, the longer one counts. The demo is shown by the command line and used by nothing else.
+# A room is a module or a package of src/oomproof. Each may import itself, the rooms named here, and nothing else of ours.
 MAY_IMPORT = {
     "_version": set(),
     "errors": set(),
-    "units": set(),
-    "host": set(),
-    # Imports what a user names, whatever that is.
-    "naming": set(),
-    "exactness": set(),
-    "records": {"units", "exactness"},
-    "verification_record": {"exactness"},
-    # Compares what steps write, whoever made them.
-    "proof": set(),
-    "findings": {"units"},
-    "tracing": {"records"},
-    "planning": FOUNDATION | {"step", "step.remat"},
-    "step.recover": FOUNDATION,
-    "step.remat": FOUNDATION,
-    "diagnosis": FOUNDATION,
-    "reporting": FOUNDATION,
-    "devices": FOUNDATION | {"backends"},
-    "step": FOUNDATION | {"step.recover"},
-    "backends": FOUNDATION | {"proof", "step"},
-    # A step and a device for tests, in the terms of the rooms they stand in for.
-    "backends.fake": FOUNDATION | {"backends", "step"},
-    "journal": FOUNDATION,
-    "refusals": FOUNDATION | {"diagnosis"},
-    # Looks at the machine, and no framework is asked.
-    "doctor": FOUNDATION | {"devices"},
-    **{room: FOUNDATION | LEAF_ROOMS | {"devices", "step", "backends"} for room in LEAF_ROOMS},
-    "batches": FOUNDATION | {"step", "step.recover"},
-    "gauge": FOUNDATION | {"step", "step.recover", "backends", "refusals"},
-    "probing": FOUNDATION | {"step", "step.recover", "backends", "batches", "gauge", "journal"},
-    "driver": FOUNDATION
-    | {"step", "step.recover", "backends", "batches", "gauge", "journal", "probing", "proving", "refusals"},
-    "drivers": FOUNDATION | {"backends", "batches", "driver", "journal"},
-    "proving": FOUNDATION | {"backends", "batches", "step"},
-    "plan_cache": FOUNDATION | {"backends"},
-    "proof_cache": FOUNDATION | {"backends", "plan_cache"},
-    "plan_looks": FOUNDATION | {"estimation"},
-    "plans": FOUNDATION | {"devices", "backends", "estimation", "planning", "plan_cache", "plan_looks"},
-    "verification": BELOW_TRAINING,
-    "loops": BELOW_TRAINING,
-    "training": BELOW_TRAINING,
-    "": BELOW_TRAINING | {"training"},
-    "demo": BELOW_TRAINING | {"training", ""},
-    "cli": BELOW_TRAINING | {"training", "demo", ""},
+    "_records": set(),
+    "_machine": {"_records"},
+    "_explain": {"_records"},
+    # Looks at a machine before a framework is imported.
+    "_doctor": {"_records", "_machine"},
+    "data": {"errors", "_records", "_machine"},
+    "_backends": {"_version", "errors", "_records"},
+    "_simulators": {"errors", "_records", "_backends"},
+    "_estimation": {"errors", "_records", "_machine", "_backends", "_simulators"},
+    "_planning": {"_version", "errors", "_records", "_machine", "_backends", "_simulators", "_estimation"},
+    "_training": {"_version", "errors", "_records", "_machine", "_backends", "_planning", "_explain", "data"},
+    # The public names, each loaded when it is first used.
+    "": {"_version", "errors", "_records", "_estimation", "_planning", "_training", "_explain", "data"},
+    "_demo": {"errors", "_records", ""},
+    "_cli": {"_version", "errors", "_records", "_machine", "_estimation", "_planning", "_doctor", "_demo", "data", ""},
 }
-# Only these rooms may name a framework; Keras is free for all of them but the foundation and the pure rooms.
-MAY_IMPORT_FRAMEWORKS = {"backends", "demo"}
+# Only these rooms may name a framework. All others get at it through the backend.
+MAY_IMPORT_FRAMEWORKS = {"_backends", "_simulators", "_demo"}
+# These work without Keras, too.
+MAY_NOT_IMPORT_KERAS = {"", "_version", "errors", "_records", "_machine", "_explain", "_doctor"}
 # A tf.data pipeline is TensorFlow's and a DataLoader torch's, whatever Keras's backend: in the data room a file that is
 # named for a framework may import that one, inside of a function, since whoever hands such data in has it installed.
-DATA_FILES = re.compile(r"oomproof\.data\.(?:\w+_)?(tf|torch)(?:_\w+)?")
+DATA_FILES = re.compile(r"oomproof\.data\.(?:\w+\.)?(?:\w+_)?(tf|torch)(?:_\w+)?")
 FRAMEWORK_OF_FILE = {"tf": "tensorflow", "torch": "torch"}
-MAY_NOT_IMPORT_KERAS = FOUNDATION | PURE_ROOMS | {""}
 
 FILES = sorted((SOURCE / "oomproof").rglob("*.py"))
 
 
 def room_of(module: str) -> str:
-    """`"oomproof.step.recover"` → `"step.recover"`, `"oomproof.backends.tensorflow.step"` → `"backends"`."""
-    inside = module.split(".")[1:]
-    for length in range(len(inside), 0, -1):
-        if (name := ".".join(inside[:length])) in MAY_IMPORT:
-            return name
-    return ".".join(inside[:1])
+    """`"oomproof._training.driver"` → `"_training"`; what is no room, such as a public name, is the package itself."""
+    name = module.split(".")[1] if "." in module else ""
+    return name if name in MAY_IMPORT else ""
 
 
 def module_of(file: pathlib.Path) -> str:
@@ -132,34 +73,35 @@ def imported_modules(source: str) -> set[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=module_of)
 def test_import_rule(file: pathlib.Path) -> None:
-    room = room_of(module_of(file))
-    assert room in MAY_IMPORT, f"{file.name} is in no room of docs/architecture.md"
+    name = module_of(file)
+    room = room_of(name)
+    assert room or name == "oomproof", f"{name} is in no room"
     modules = imported_modules(file.read_text())
-    ours = {room_of(module) if is_a_room(module) else "" for module in modules if module.split(".")[0] == "oomproof"}
+    ours = {room_of(module) for module in modules if module.split(".")[0] == "oomproof"}
     assert ours - {room} <= MAY_IMPORT[room]
     foreign = {module.split(".")[0] for module in modules}
     if room not in MAY_IMPORT_FRAMEWORKS:
-        named_for = DATA_FILES.fullmatch(module_of(file))
+        named_for = DATA_FILES.fullmatch(name)
         assert foreign & FRAMEWORKS <= ({FRAMEWORK_OF_FILE[named_for[1]]} if named_for else set())
     if room in MAY_NOT_IMPORT_KERAS:
         assert "keras" not in foreign
 
 
-def is_a_room(module: str) -> bool:
-    """Tells `oomproof.units` from a public name such as `oomproof.guard`."""
-    return room_of(module) in MAY_IMPORT
+def test_every_room_exists() -> None:
+    there = {path.stem if path.suffix == ".py" else path.name for path in (SOURCE / "oomproof").iterdir()}
+    assert set(MAY_IMPORT) - {""} == there - {"__init__", "__pycache__", "py.typed"}
 
 
 def test_the_rule_can_fail() -> None:
-    source = "from oomproof import training\nimport tensorflow as tf\nfrom oomproof.step.recover import smaller"
+    source = "from oomproof import _training\nimport tensorflow as tf\nfrom oomproof._planning.remat import solve"
     modules = imported_modules(source)
-    assert {room_of(module) for module in modules if module.startswith("oomproof")} == {"training", "step.recover"}
-    assert "training" not in MAY_IMPORT["backends"]
+    assert {room_of(module) for module in modules if module.startswith("oomproof")} == {"_training", "_planning"}
+    assert "_training" not in MAY_IMPORT["_backends"]
     assert "tensorflow" in modules
 
 
 def test_type_checking_imports_do_not_count() -> None:
-    assert imported_modules("if TYPE_CHECKING:\n    from oomproof.training import fit\nimport json") == {"json"}
+    assert imported_modules("if TYPE_CHECKING:\n    from oomproof._training.guard import fit\nimport json") == {"json"}
 
 
 def test_import_loads_no_framework() -> None:

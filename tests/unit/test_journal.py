@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from oomproof import host, journal
-from oomproof.journal import Journal
-from oomproof.records import Device, Plan
+from oomproof._machine import host
+from oomproof._records.plan import Plan
+from oomproof._records.run import Device
+from oomproof._training import events
+from oomproof._training.events import Journal
 
 GIB = 2**30
 
@@ -23,7 +25,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(host, "resident", resident)
     monkeypatch.setattr(host, "available", lambda: state["available"])
     monkeypatch.setattr(host, "total", lambda: state["total"])
-    monkeypatch.setattr(journal.time, "perf_counter", lambda: state["now"])
+    monkeypatch.setattr(events.time, "perf_counter", lambda: state["now"])
     return state
 
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomproof import plan_looks
+from oomproof._planning import check as plan_looks
+from oomproof._records.plan import Alternative, Plan
+from oomproof._records.trace import Buffer, Op, Trace
 from oomproof.errors import CannotFitError
-from oomproof.records import Alternative, Plan
-from oomproof.tracing import Buffer, Op, Trace
 
 GIB = 2**30
 LIMIT = 10 * GIB

@@ -12,14 +12,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_remat import all_runs, chains
 
-from oomproof import planning
+from oomproof._backends.pieces import piece_count
+from oomproof._planning import remat
+from oomproof._planning import search as planning
+from oomproof._planning.search import Request, Way
+from oomproof._records.exactness import Exactness
+from oomproof._records.plan import Alternative, Plan
+from oomproof._records.trace import Chain, Stretch
 from oomproof.errors import CannotFitError
-from oomproof.exactness import Exactness
-from oomproof.planning import Request, Way
-from oomproof.records import Alternative, Plan
-from oomproof.step import remat
-from oomproof.step.split import piece_count
-from oomproof.tracing import Chain, Stretch
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MIB, GIB = 2**20, 2**30

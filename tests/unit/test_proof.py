@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from oomproof import proof
-from oomproof.exactness import Exactness, worse
+from oomproof._backends.common import proof
+from oomproof._records.exactness import Exactness, worse
 
 FLOAT = float(np.finfo("float32").eps)
 DOUBLE = float(np.finfo("float64").eps)

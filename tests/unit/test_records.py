@@ -6,9 +6,11 @@ import pathlib
 
 import pytest
 
-from oomproof.exactness import Exactness
-from oomproof.records import Device, Estimate, Event, Plan, Run
-from oomproof.verification_record import Difference, Verification
+from oomproof._records.estimate import Estimate
+from oomproof._records.exactness import Exactness
+from oomproof._records.plan import Plan
+from oomproof._records.run import Device, Event, Run
+from oomproof._records.verification import Difference, Verification
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 GIB = 2**30

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomproof.step import recover
-from oomproof.step.recover import Evidence
+from oomproof._training import recover
+from oomproof._training.recover import Evidence
 
 FREE = 1_000_000
 LINEAR = st.tuples(st.integers(0, FREE // 2), st.integers(1, 5000))  # fixed, slope

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomproof.step import remat
-from oomproof.tracing import Stretch
+from oomproof._planning import remat
+from oomproof._records.trace import Stretch
 
 Runs = tuple[tuple[int, int], ...]
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomproof.estimation.search import largest
+from oomproof._estimation.search import largest
 
 
 def looked(need, limit):

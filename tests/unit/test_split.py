@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomproof.step.split import largest_piece, piece_bounds, piece_count
+from oomproof._backends.pieces import largest_piece, piece_bounds, piece_count
 
 
 @given(batch=st.integers(1, 5000), micro=st.integers(1, 6000))

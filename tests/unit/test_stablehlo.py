@@ -2,9 +2,9 @@
 
 import pathlib
 
-from oomproof.backends.xla.fusion import Fusion
-from oomproof.backends.xla.schedule import planned
-from oomproof.backends.xla.stablehlo import read
+from oomproof._simulators.xla.fusion import Fusion
+from oomproof._simulators.xla.schedule import planned
+from oomproof._simulators.xla.stablehlo import read
 
 TEXTS = pathlib.Path(__file__).parent / "stablehlo"
 STEP, LOOP = ((TEXTS / f"{name}.mlir").read_text() for name in ("step", "loop"))

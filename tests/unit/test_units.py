@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomproof.units import DTYPE_BYTES, format_bytes, parse_budget, tensor_bytes
+from oomproof._records.units import DTYPE_BYTES, format_bytes, parse_budget, tensor_bytes
 
 GIB = 2**30
 

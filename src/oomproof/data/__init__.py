@@ -9,14 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oomproof.data.arrays import from_arrays
     from oomproof.data.audit_record import DataAudit, Stage
     from oomproof.data.auditing import audit
-    from oomproof.data.generators import from_generator
-    from oomproof.data.images import from_files
-    from oomproof.data.records import from_records
+    from oomproof.data.sources.arrays import from_arrays
+    from oomproof.data.sources.generators import from_generator
+    from oomproof.data.sources.images import from_files
+    from oomproof.data.sources.tables import from_table
+    from oomproof.data.sources.tfrecords import from_records
     from oomproof.data.stream import Stream
-    from oomproof.data.tables import from_table
     from oomproof.data.tuning import tune
 
 __all__ = [
@@ -37,11 +37,11 @@ _FILES = {
     "Stage": "oomproof.data.audit_record",
     "Stream": "oomproof.data.stream",
     "audit": "oomproof.data.auditing",
-    "from_arrays": "oomproof.data.arrays",
-    "from_files": "oomproof.data.images",
-    "from_generator": "oomproof.data.generators",
-    "from_records": "oomproof.data.records",
-    "from_table": "oomproof.data.tables",
+    "from_arrays": "oomproof.data.sources.arrays",
+    "from_files": "oomproof.data.sources.images",
+    "from_generator": "oomproof.data.sources.generators",
+    "from_records": "oomproof.data.sources.tfrecords",
+    "from_table": "oomproof.data.sources.tables",
     "tune": "oomproof.data.tuning",
 }
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from oomproof.findings import Finding
-from oomproof.units import format_bytes
+from oomproof._records.diagnosis import Finding
+from oomproof._records.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from oomproof import devices
+from oomproof._machine import gpus
 from oomproof.data.audit_record import DataAudit
 
 
@@ -31,10 +31,10 @@ def audit(data: Any, *, batch_size: int | None = None) -> DataAudit:
         data = data()
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(data).__mro__}
     if "tensorflow.python.data.ops.dataset_ops.DatasetV2" in kinds:
-        from oomproof.data.audit_tf import audit_tf
+        from oomproof.data.pipelines.tf_audit import audit_tf
 
-        return audit_tf(data, batch_size, devices.local() is not None)
-    from oomproof.data import audit_arrays
+        return audit_tf(data, batch_size, gpus.local() is not None)
+    from oomproof.data.pipelines import arrays as audit_arrays
 
     if any(kind.endswith(".PyDataset") and kind.startswith("keras.") for kind in kinds):
         return audit_arrays.audit_py_dataset(data)

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from oomproof import host
-from oomproof.data.audit_arrays import audit_arrays, leaves, nbytes
-from oomproof.units import format_bytes
+from oomproof._machine import host
+from oomproof._records.units import format_bytes
+from oomproof.data.pipelines.arrays import audit_arrays, leaves, nbytes
 
 # Copies that fill more than this share of what is free are not made.
 _MOST = 0.9
@@ -37,7 +37,7 @@ def feed_in_slices(arguments: dict[str, Any]) -> str | None:
     if copies <= _MOST * free:
         return None
     # Not before it is needed: Keras is told about streams when they are loaded.
-    from oomproof.data.arrays import from_arrays
+    from oomproof.data.sources.arrays import from_arrays
 
     shuffle = bool(arguments.get("shuffle", True))
     arguments["x"] = from_arrays(*given, batch_size=batch_size, shuffle=shuffle)

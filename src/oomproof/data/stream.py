@@ -15,7 +15,7 @@ import keras
 
 from oomproof.data import feeding
 from oomproof.data.order import Indices, InOrder, Shuffled, ShuffledBlocks
-from oomproof.data.shared import whole_number
+from oomproof.data.sources.shared import whole_number
 
 Batch = Any
 # Batches that wait to be used are to take no more than this, unless the user says how many there may be.

@@ -7,9 +7,9 @@ import os
 import pathlib
 from typing import Any
 
-from oomproof import host
+from oomproof._machine import host
+from oomproof._records.units import format_bytes, parse_budget
 from oomproof.data.audit_record import DataAudit
-from oomproof.units import format_bytes, parse_budget
 
 # What is free is not all for the data: the model's own copies, Python and the page cache live there too.
 _SHARE = 0.75
@@ -89,7 +89,7 @@ def tune(
     folder = None if cache_dir is None else pathlib.Path(cache_dir)
     if folder is not None and not folder.is_dir():
         raise ValueError(f"Expected `cache_dir` to be a folder that exists. Received: cache_dir={cache_dir!r}")
-    from oomproof.data.tune_tf import tuned
+    from oomproof.data.pipelines.tf_tune import tuned
 
     result, tuning = tuned(dataset, size, folder)
     if verbose:

@@ -1,0 +1,146 @@
+"""How much memory JAX has on the device it trains on, and which errors say that it ran out.
+
+XLA plans the memory of a program when it compiles it, so what a program needs is known before it runs. That is also
+how peaks are known: JAX cannot reset the peak it reports, and on the CPU it reports none.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import jax
+
+from oomproof._backends.base import MemoryUse, Shortage
+from oomproof._backends.common.errors import forget_last_error, without_frames
+from oomproof._records.run import Device
+from oomproof._records.units import format_bytes
+
+_OUT_OF_MEMORY = re.compile(
+    r"RESOURCE_EXHAUSTED|out of memory|failed to allocate|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory"
+    r"|(CUDNN|CUBLAS|CUSOLVER|CUSPARSE|CUFFT)_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
+    # XLA's matrix library on the CPU does not say what failed; it is nothing else in practice.
+    r"|YNNPACK operation failed"
+    r"|Unable to allocate \S+ \S+ for an array",
+    re.IGNORECASE,
+)
+# RESOURCE_EXHAUSTED is also what a full disk or too many open files look like.
+_OTHER_RESOURCES = re.compile(
+    r"no space left|disk quota|too many open files|file descriptor|received message larger|quota exceeded",
+    re.IGNORECASE,
+)
+_GPUS = ("gpu", "cuda", "rocm")
+
+
+class NotEnoughMemoryError(Exception):
+    """Raised instead of running a program that is known not to fit. Nothing was run, so nothing can be lost."""
+
+    def __init__(self, needed: int, free: int, where: str) -> None:
+        super().__init__(
+            f"The compiled program needs {format_bytes(needed)} besides what is in use, and "
+            f"{format_bytes(free)} are free. It was not run."
+        )
+        self.needed = needed
+        self.where = where
+
+
+class Room(NamedTuple):
+    """Bytes on a device: all that JAX may take, and what is free of a budget."""
+
+    all: int
+    free: int
+
+
+class JaxMemory:
+    """The first device of this process.
+
+    On the CPU a budget alone is a limit: JAX itself knows none there.
+    """
+
+    advice = ""
+
+    def __init__(self) -> None:
+        self._device = jax.local_devices()[0]
+        stats = self._stats()
+        self._limit = int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+        self._peak = 0
+        # Steps on their way hold memory that will be free again: what is in use is then what was before them.
+        self.in_flight = 0
+        self._settled = 0
+
+    def _stats(self) -> dict[str, int] | None:
+        try:
+            found: dict[str, int] | None = self._device.memory_stats()
+        except (NotImplementedError, RuntimeError):
+            return None  # How some platforms say that they keep no statistics; the CPU returns None.
+        return found if found and "bytes_in_use" in found else None
+
+    def describe(self) -> Device:
+        platform = "GPU" if self._device.platform in _GPUS else self._device.platform.upper()
+        return Device(f"{platform}:{self._device.id}", self._limit, measurable=True)
+
+    def usage(self) -> MemoryUse:
+        current = self.current()
+        return MemoryUse(current, max(self._peak, current))
+
+    def current(self) -> int:
+        if not self.in_flight:
+            self._settled = self._in_use()
+        return self._settled
+
+    def _in_use(self) -> int:
+        if (stats := self._stats()) is not None:
+            return int(stats["bytes_in_use"])
+        mine = [array for array in jax.live_arrays() if self._device in array.devices()]
+        return sum(array.nbytes // max(len(array.devices()), 1) for array in mine)
+
+    def free(self, budget: int | None) -> int | None:
+        """Bytes a program may take, or `None` where there is no limit that is known."""
+        limits = [limit for limit in (self._limit, budget) if limit is not None]
+        return max(min(limits) - self.current(), 0) if limits else None
+
+    def room(self, budget: int | None) -> Room | None:
+        """What XLA can be told when it compiles, or `None` where there is no limit of its own."""
+        free = self.free(budget)
+        gpu = self._device.platform in _GPUS
+        return Room(self._limit, free) if gpu and self._limit is not None and free is not None else None
+
+    def is_short_of(self, needed: int, in_flight: int) -> bool:
+        """Whether a program cannot go through, even if all that is on its way were done. Cheap."""
+        stats = self._stats()
+        return (
+            stats is not None and self._limit is not None and stats["bytes_in_use"] - in_flight + needed > self._limit
+        )
+
+    def ran(self, needed: int, before: int) -> None:
+        """A program was run, or measured as if it were."""
+        self._peak = max(self._peak, before + needed)
+
+    def reset_peak(self) -> None:
+        self._peak = 0
+
+    def release(self) -> None:
+        forget_last_error()
+
+    def shortage(self, error: BaseException) -> Shortage | None:
+        if isinstance(error, NotEnoughMemoryError):
+            return Shortage(str(error), _where(error), error.needed, without_frames(error))
+        # Copying to the device fails with a ValueError, NumPy on the host with a MemoryError.
+        if not isinstance(error, jax.errors.JaxRuntimeError | ValueError | MemoryError | RuntimeError):
+            return None
+        text = str(error)
+        if not (isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(text)) or _OTHER_RESOURCES.search(text):
+            return None
+        if isinstance(error, ValueError) and "RESOURCE_EXHAUSTED" not in text:
+            return None
+        lines = [line.strip() for line in text.splitlines() if _OUT_OF_MEMORY.search(line)]
+        return Shortage(
+            text=(lines[0] if lines else type(error).__name__)[:300],
+            where=_where(error),
+            needed=None,  # What was asked for is one buffer of several.
+            error=without_frames(error),
+        )
+
+
+def _where(error: BaseException) -> Any:
+    return "commit" if getattr(error, "where", None) == "commit" else "step"

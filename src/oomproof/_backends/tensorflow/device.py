@@ -1,0 +1,95 @@
+"""How much memory TensorFlow has on the device it trains on, and which errors say that it ran out."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import tensorflow as tf
+
+from oomproof._backends.base import MemoryUse, Shortage
+from oomproof._backends.common.errors import forget_last_error, without_frames
+from oomproof._backends.tensorflow.writes import COMMIT_SCOPE
+from oomproof._records.run import Device
+
+_OUT_OF_MEMORY = re.compile(
+    r"OOM when allocating|out of memory|failed to allocate|ran out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+    r"|(CUDNN|CUBLAS|CUSOLVER|CUSPARSE)_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|Dst tensor is not initialized"
+    r"|resource allocation failed"
+    r"|allocate \d+ bytes",
+    re.IGNORECASE,
+)
+# ResourceExhaustedError is also what a full disk or too many open files look like.
+_OTHER_RESOURCES = re.compile(
+    r"no space left|disk quota|too many open files|file descriptor|received message larger|quota exceeded",
+    re.IGNORECASE,
+)
+# What a graph says that has no room left for one of its constants. TensorFlow made that graph itself, so it is whole.
+_NO_ROOM_FOR_CONSTANT = "Cannot parse tensor from proto"
+# XLA asks for all temporaries of a program at once, so the request is what the program needs.
+_XLA_REQUEST = re.compile(r"out of memory (?:while )?trying to allocate (\d+) ?bytes", re.IGNORECASE)
+
+
+class TensorFlowMemory:
+    """The first GPU, or the CPU's allocator where it has a limit (TF_CPU_ALLOCATOR_USE_BFC)."""
+
+    advice = "give the CPU a limited allocator with TF_CPU_ALLOCATOR_USE_BFC=true before TensorFlow is imported, "
+
+    def __init__(self) -> None:
+        gpus = tf.config.list_logical_devices("GPU")
+        self._name = "GPU:0" if gpus else "CPU:0"
+        self._limit = _gpu_limit() if gpus else _cpu_limit()
+        # Without a limit of its own the CPU's allocator reports zeros.
+        self._measurable = bool(gpus) or _cpu_is_limited()
+
+    def describe(self) -> Device:
+        return Device(self._name, self._limit, self._measurable)
+
+    def usage(self) -> MemoryUse | None:
+        if not self._measurable:
+            return None
+        info = tf.config.experimental.get_memory_info(self._name)
+        return MemoryUse(info["current"], info["peak"])
+
+    def reset_peak(self) -> None:
+        if self._measurable:
+            tf.config.experimental.reset_memory_stats(self._name)
+
+    def release(self) -> None:
+        forget_last_error()
+
+    def shortage(self, error: BaseException) -> Shortage | None:
+        text = str(error)
+        kinds = (tf.errors.ResourceExhaustedError, tf.errors.InternalError, tf.errors.UnknownError)
+        found = isinstance(error, kinds) and _OUT_OF_MEMORY.search(text) and not _OTHER_RESOURCES.search(text)
+        constant = isinstance(error, tf.errors.InvalidArgumentError) and _NO_ROOM_FOR_CONSTANT in text
+        if not found and not constant:
+            return None
+        asked = _XLA_REQUEST.search(text)
+        return Shortage(
+            text=text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__,
+            where="commit" if COMMIT_SCOPE in text else "step",
+            needed=int(asked[1]) if asked else None,
+            error=without_frames(error),
+        )
+
+
+def _cpu_is_limited() -> bool:
+    return os.environ.get("TF_CPU_ALLOCATOR_USE_BFC", "").lower() in ("1", "true")
+
+
+def _cpu_limit() -> int | None:
+    if not _cpu_is_limited():
+        return None
+    # TensorFlow's own default, when only the allocator is chosen, is 64 GiB.
+    return int(os.environ.get("TF_CPU_BFC_MEM_LIMIT_IN_MB", 64 * 1024)) * 2**20
+
+
+def _gpu_limit() -> int | None:
+    # The allocator's limit, not the card's size: TensorFlow keeps some of the card back.
+    from tensorflow.python.client import device_lib
+
+    for device in device_lib.list_local_devices():
+        if device.device_type == "GPU" and device.name.endswith("GPU:0"):
+            return int(device.memory_limit)
+    return None

@@ -1,0 +1,141 @@
+"""torch, and how Keras calls a step on it: with a list that holds one batch, which Keras has pulled itself."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from keras import tree
+from keras.src.backend.torch import trainer as keras_trainer
+
+from oomproof._backends.base import RunBatch
+from oomproof._backends.common.keras_calls import (
+    FUNCTIONS,
+    batch_size_of,
+    pulled,
+    put_in_place,
+    samples_in,
+    taken_away,
+)
+from oomproof._backends.common.model import check_has_no_own_step, layers
+from oomproof._backends.common.recompute import recomputing
+from oomproof._backends.common.segments import labels
+from oomproof._backends.torch import expandable
+from oomproof._backends.torch.device import TorchMemory
+from oomproof._backends.torch.engine import TorchEngine, take
+from oomproof._backends.torch.gradients import full_batch_gradients
+from oomproof._backends.torch.step import TorchStep
+from oomproof._records.run import Phase
+from oomproof._records.trace import Workload
+from oomproof._version import __version__
+from oomproof.errors import UnsupportedModelError
+
+
+class TorchBackend:
+    name = "torch"
+
+    def versions(self) -> dict[str, str]:
+        return {"oomproof": __version__, "keras": keras.__version__, "torch": torch.__version__}
+
+    def memory(self) -> TorchMemory:
+        return TorchMemory()
+
+    def check_model(self, model: Any) -> None:
+        check_has_no_own_step(model)
+        wrappers = [layer for layer in layers(model) if isinstance(layer, keras.layers.TorchModuleWrapper)]
+        for layer in wrappers:
+            for module in layer.modules():
+                if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+                    raise UnsupportedModelError(
+                        f"Layer {layer.name!r} holds a torch {type(module).__name__}. oomproof does not support "
+                        "training in several processes yet: one that runs out of memory would leave the others "
+                        "waiting. Guard the model without it to train in one process."
+                    )
+
+    def step(self, model: Any) -> TorchStep:
+        return TorchStep(model)
+
+    stretches = staticmethod(labels)
+
+    def recomputing(self, model: Any, stretches: Sequence[str]) -> AbstractContextManager[None]:
+        return recomputing(model, stretches, TorchEngine(model))
+
+    def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
+        expandable.let_grow()
+        if model.steps_per_execution > 1:
+            # Keras has its own error for that, and raises it where it finds no function.
+            self.uninstall(model)
+            return tuple(FUNCTIONS)
+        return put_in_place(model, dict.fromkeys(FUNCTIONS, _on_list), run)
+
+    def uninstall(self, model: Any) -> None:
+        taken_away(model)
+
+    batch_size_of = staticmethod(batch_size_of)
+    samples_in = staticmethod(samples_in)
+
+    def as_batch(self, x: Any, y: Any, sample_weight: Any) -> Any:
+        return _as_arrays((x, y, sample_weight))
+
+    def part_of(self, data: Any, start: int, stop: int) -> Any:
+        return take(data, start, stop - start)
+
+    @contextlib.contextmanager
+    def nothing_written(self, model: Any) -> Iterator[None]:
+        engine = TorchEngine(model)
+        with torch.no_grad(), engine.outside.unchanged_on_failure(keep=False), engine.scope():
+            yield
+
+    def inside_graph(self) -> bool:
+        return bool(torch.compiler.is_compiling())
+
+    own_variables = (torch.Tensor,)
+
+    def gradients(
+        self, loss_fn: Callable[..., Any], variables: Sequence[Any], data: Any, micro: int | None, has_aux: bool
+    ) -> Any:
+        return full_batch_gradients(loss_fn, variables, _as_arrays(data), micro, has_aux)
+
+    def batch_on_device(self, model: Any, workload: Workload) -> float:
+        return 0.0  # Pieces are moved one by one.
+
+
+def _on_list(model: Any, run: RunBatch, phase: Phase, batches: Sequence[Any]) -> Any:
+    return run(phase, _as_arrays(batches[0]), None)
+
+
+def _as_arrays(data: Any) -> Any:
+    """Anything with rows as a tensor or as an array. Arrays go to the device in the step, where that may fail."""
+
+    def convert(leaf: Any) -> Any:
+        return leaf if leaf is None or isinstance(leaf, torch.Tensor | np.ndarray) else np.asarray(leaf)
+
+    return tree.map_structure(convert, data)
+
+
+class _EpochIterator(keras_trainer.TorchEpochIterator):  # type: ignore[misc]
+    """Keras's own. For a guarded model it says where an error came from when a batch could not be read."""
+
+    def __iter__(self) -> Any:
+        reader = sys._getframe(1).f_locals.get("self")
+        self._guarded = isinstance(getattr(reader, "train_function", None), functools.partial)
+        return super().__iter__()
+
+    def __next__(self) -> Any:
+        return pulled(iter(super().__next__, None)) if self._guarded else super().__next__()
+
+
+# Put in place once and for all: Keras makes a new one in every call of `fit`, where nothing of ours is asked.
+keras_trainer.TorchEpochIterator = _EpochIterator
+
+
+@functools.cache
+def backend() -> TorchBackend:
+    return TorchBackend()

@@ -1,0 +1,135 @@
+"""The update: it happens as a whole or not at all.
+
+Keras's optimizers on torch write in place, many variables in one call, past any scope. So everything an update may
+write is copied first. If anything fails, also Ctrl-C, the copies are put back, which takes no memory.
+
+The copies are on the device, where they cost little time and are gone before the next forward pass needs the
+room. The lean commit, for models whose copies do not fit there, has them on the host, and updates one variable
+after the other, so that what the optimizer computes in between is there for one variable at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from oomproof._backends.common.model import written_by_update
+from oomproof._backends.torch.writes import settled, write
+
+_MARK = "_oomproof_commit"
+# Advances a value that all variables share whenever it is called.
+_SHARING = ("Nadam",)
+
+
+def failed_in_commit(error: BaseException) -> bool:
+    """Whether an error was raised by an update."""
+    return getattr(error, _MARK, False)
+
+
+class Commit:
+    """Makes the updates of one model.
+
+    Attributes:
+        on_host: Values of the variables before the last lean update, by the variable's id.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.on_host: dict[int, Any] = {}
+
+    def __call__(
+        self, weights: Sequence[Any], gradients: Sequence[Any], pending: Sequence[tuple[Any, Any]], lean: bool
+    ) -> None:
+        """Applies the gradients and makes the pending writes; if anything fails, nothing has changed.
+
+        Args:
+            weights: The model's trainable weights.
+            gradients: One for each of them, or none at all.
+            pending: (variable, value) pairs to be written besides.
+            lean: With copies on the host, and one variable after the other.
+        """
+        optimizer = self._model.optimizer
+        values: list[Any] = []
+        journal: list[Any] = []
+        try:
+            writes = settled(pending)
+            if gradients:
+                variables = _unique([*weights, *written_by_update(optimizer), *(variable for variable, _ in pending)])
+                values = [variable._value for variable in variables]
+                with torch.no_grad():
+                    journal = self._copied_to_host(variables) if lean else _cloned(values)
+            # Before the update: a layer may have written to a weight, and what it wrote is what is updated.
+            write(writes)
+            if gradients:
+                with torch.no_grad(), _one_by_one(optimizer) if lean else contextlib.nullcontext():
+                    optimizer.apply(gradients, weights)
+        except BaseException as error:
+            # The frames of the failed update hold what it computed, and with it the memory others may need.
+            traceback.clear_frames(error.__traceback__)
+            _put_back(values, journal)
+            error.__dict__[_MARK] = True
+            raise
+
+    @contextlib.contextmanager
+    def undone(self, variables: Sequence[Any]) -> Iterator[None]:
+        """Whatever is written to the variables meanwhile is taken back."""
+        values = [variable._value for variable in variables]
+        journal = [value.detach().to("cpu", copy=True) for value in values]
+        try:
+            yield
+        finally:
+            _put_back(values, journal)
+
+    def _copied_to_host(self, variables: Sequence[Any]) -> list[Any]:
+        """Copies on the host, in memory that is kept for the next update."""
+        for variable in variables:
+            known = self.on_host.get(id(variable))
+            if known is None or known.shape != variable._value.shape or known.dtype != variable._value.dtype:
+                self.on_host[id(variable)] = torch.empty_like(variable._value, device="cpu", requires_grad=False)
+        copies = [self.on_host[id(variable)] for variable in variables]
+        for copy, variable in zip(copies, variables, strict=True):
+            copy.copy_(variable._value)
+        return copies
+
+
+def _cloned(values: list[Any]) -> list[Any]:
+    clone_all: Callable[[list[Any]], Any] | None = getattr(torch, "_foreach_clone", None)
+    return list(clone_all(values)) if clone_all is not None else [value.clone() for value in values]
+
+
+def _put_back(values: Sequence[Any], journal: Sequence[Any]) -> None:
+    """Nothing was written before the journal was complete, so without one there is nothing to do."""
+    with torch.no_grad():
+        for value, old in zip(values, journal, strict=False):
+            value.copy_(old)
+
+
+def _unique(variables: Sequence[Any]) -> list[Any]:
+    return list({id(variable): variable for variable in variables}.values())
+
+
+@contextlib.contextmanager
+def _one_by_one(optimizer: Any) -> Iterator[None]:
+    """Lets Keras's update of all variables at once go one by one: the same numbers from less memory."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    kind = type(inner)
+    if kind.__name__ in _SHARING or not kind.__module__.startswith("keras.src.backend.torch.optimizers."):
+        # Optimizers of other kinds go one by one as it is.
+        yield
+        return
+    update_all = inner._backend_update_step
+
+    def update_each(gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
+        for gradient, variable in zip(gradients, variables, strict=True):
+            update_all([gradient], [variable], learning_rate)
+
+    # Not through Keras's __setattr__, which would track what it is given.
+    vars(inner)["_backend_update_step"] = update_each
+    try:
+        yield
+    finally:
+        vars(inner).pop("_backend_update_step", None)

@@ -1,0 +1,1 @@
+"""Ways to find out how much memory a step takes."""

@@ -1,0 +1,1 @@
+"""What there is: RAM, GPUs, and what a framework can use of them."""

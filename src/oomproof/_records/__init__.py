@@ -1,0 +1,1 @@
+"""What passes between the rooms: frozen, printable, to and from JSON."""

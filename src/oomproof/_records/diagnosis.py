@@ -1,0 +1,186 @@
+"""What `explain` and `doctor` answer with. Like all records they print themselves and go to and from JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from oomproof._records.units import format_bytes
+
+Memory = Literal["device", "host", "shm", "other", "none"]
+Cause = Literal[
+    "too-big-single-tensor",
+    "steady-exhaustion",
+    "fragmentation",
+    "held-elsewhere",
+    "leak-over-time",
+    "hidden-oom",
+    "host-ram",
+    "shm",
+    "not-memory",
+    "unknown",
+]
+Severity = Literal["ok", "note", "warning", "problem"]
+
+_MEMORY = {
+    "device": "device memory",
+    "host": "host memory (RAM)",
+    "shm": "shared memory (/dev/shm)",
+    "other": "another memory",
+    "none": "no memory failure",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """A line that a diagnosis rests on.
+
+    Attributes:
+        line: Its number in the log, counted from 1.
+        text: The line without control characters, shortened.
+    """
+
+    line: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """Why something failed, as far as its text tells.
+
+    Attributes:
+        is_memory: Whether memory ran out.
+        memory: Which one: `"device"`, `"host"`, `"shm"`, `"other"` or `"none"`.
+        raised_by: `"tensorflow"`, `"xla"`, `"jax"`, `"torch"`, `"cudnn"`, `"cublas"`, `"nccl"`, `"kernel"`, `"python"`,
+            `"dataloader"` or `"other"`.
+        requested_bytes: What was asked for when it failed, where that is said or follows from shape and dtype.
+        tensor_shape: Shape of what was asked for, where it is said.
+        dtype: Its dtype, in NumPy's words.
+        op: The operation that asked, as the framework names it.
+        layer: The layer that operation belongs to.
+        cause: The kind of cause.
+        confidence: How sure the cause is, between 0 and 1.
+        summary: All of it in a sentence.
+        numbers: Bytes that were said: `free`, `total`, `in_use`, `held_elsewhere` and others.
+        evidence: The lines it rests on.
+        fixes: What to do, most effective first; each a line of code or a command.
+    """
+
+    is_memory: bool
+    memory: Memory
+    raised_by: str
+    requested_bytes: int | None
+    tensor_shape: tuple[int, ...] | None
+    dtype: str | None
+    op: str | None
+    layer: str | None
+    cause: Cause
+    confidence: float
+    summary: str
+    numbers: dict[str, int] = dataclasses.field(default_factory=dict)
+    evidence: tuple[Evidence, ...] = ()
+    fixes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Diagnosis:
+        shape = data["tensor_shape"]
+        return cls(
+            **{
+                **data,
+                "tensor_shape": None if shape is None else tuple(shape),
+                "evidence": tuple(Evidence(**each) for each in data["evidence"]),
+                "fixes": tuple(data["fixes"]),
+            }
+        )
+
+    def __str__(self) -> str:
+        rows = [("memory", f"{_MEMORY[self.memory]}, reported by {self.raised_by}")]
+        if self.requested_bytes is not None:
+            rows.append(("asked for", f"{format_bytes(self.requested_bytes)} ({self.requested_bytes} bytes)"))
+        if self.tensor_shape is not None:
+            rows.append(("tensor", f"{self.tensor_shape} {self.dtype or ''}".rstrip()))
+        rows += [("op", self.op)] if self.op else []
+        rows += [("layer", self.layer)] if self.layer else []
+        rows += [(name.replace("_", " "), format_bytes(size)) for name, size in self.numbers.items()]
+        rows.append(("cause", f"{self.cause} ({self.confidence:.0%} sure)"))
+        width = max(len(name) for name, _ in rows)
+        lines = [self.summary, *(f"  {name:<{width}}  {text}" for name, text in rows)]
+        lines += ["  rests on"] * bool(self.evidence)
+        lines += [f"    line {each.line}: {each.text}" for each in self.evidence]
+        lines += ["  what to do"] * bool(self.fixes)
+        lines += [f"    {number}. {fix}" for number, fix in enumerate(self.fixes, start=1)]
+        return "\n".join(lines)
+
+
+def short_of(needed: int, has: int, summary: str, *fixes: str) -> Diagnosis:
+    """The diagnosis of what was refused before it ran: steady exhaustion, by the numbers."""
+    return Diagnosis(
+        is_memory=True,
+        memory="device",
+        raised_by="other",
+        requested_bytes=needed,
+        tensor_shape=None,
+        dtype=None,
+        op=None,
+        layer=None,
+        cause="steady-exhaustion",
+        confidence=0.9,
+        summary=summary,
+        numbers={"limit": has},
+        fixes=fixes,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that `doctor` looked at.
+
+    Attributes:
+        severity: `"ok"`, `"note"`, `"warning"` or `"problem"`.
+        topic: What was looked at.
+        text: What was found.
+        fix: What to do about it; empty where there is nothing to do.
+    """
+
+    severity: Severity
+    topic: str
+    text: str
+    fix: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkup:
+    """What `doctor` found.
+
+    Attributes:
+        findings: In the order they were looked at.
+    """
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def worst(self) -> Severity:
+        """The gravest severity of all."""
+        order: tuple[Severity, ...] = ("ok", "note", "warning", "problem")
+        return max((each.severity for each in self.findings), key=order.index, default="ok")
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "worst": self.worst}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Checkup:
+        return cls(tuple(Finding(**each) for each in data["findings"]))
+
+    def __str__(self) -> str:
+        topics = max((len(each.topic) for each in self.findings), default=0)
+        lines = []
+        for each in self.findings:
+            lines.append(f"{each.severity:<7}  {each.topic:<{topics}}  {each.text}")
+            if each.fix:
+                lines.append(f"{'':<7}  {'':<{topics}}  → {each.fix}")
+        counts = {word: sum(each.severity == word for each in self.findings) for word in ("problem", "warning", "note")}
+        found = ", ".join(f"{count} {word}{'s' * (count > 1)}" for word, count in counts.items() if count)
+        return "\n".join([*lines, found or "nothing to put right"])

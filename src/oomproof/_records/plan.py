@@ -1,0 +1,168 @@
+"""How a batch is run, and what else was looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+from oomproof._records.exactness import Exactness
+from oomproof._records.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """A way to run a batch that was looked at.
+
+    Attributes:
+        name: The levers it uses, such as `"4 × 256, recomputing 3 of 9"`.
+        predicted: Bytes at the peak, or `None` when that is not known.
+        relative_time: Time of a step, as a multiple of the plain one.
+        exact: Whether the outcome is that of the plain step, up to rounding; `None` where that has to be proven.
+        taken: Whether it is the plan.
+        why: Why it was taken or not.
+    """
+
+    name: str
+    predicted: int | None
+    relative_time: float
+    exact: bool | None
+    taken: bool
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How one logical batch is run.
+
+    Attributes:
+        micro_batch_size: No piece of a batch holds more samples than this; `None` runs batches whole.
+        recompute: Stretches of the model whose forward pass is computed again in the backward pass instead of being
+            kept. Each is the label of a layer, or of the first and the last of a stretch: `"conv_1..relu_3"`.
+        jit_compile: Compile the step with XLA, or not; `None` leaves it as the model was compiled.
+        precision: Dtype policy to train with; `None` leaves the model's own.
+        lean_commit: Apply the update variable by variable from the host, when the device has no room for the
+            new values beside the old ones. Slower.
+        caveats: What is not exactly the same as on unlimited memory, in words.
+        exactness: What training under this plan was proven to be; `None` where nothing was proven yet.
+        batch_size: The batch it was made for, or `None`.
+        predicted: Bytes at the peak, or `None` when nobody looked.
+        limit: Bytes it was to fit into, or `None`.
+        relative_time: Time of a step, as a multiple of the plain one's, or `None`.
+        segments: Into how many stretches the model can be cut.
+        recomputed: How many of these are recomputed. One of `recompute` may be several.
+        alternatives: What else was looked at.
+    """
+
+    micro_batch_size: int | None = None
+    recompute: tuple[str, ...] = ()
+    jit_compile: bool | None = None
+    precision: str | None = None
+    lean_commit: bool = False
+    caveats: tuple[str, ...] = ()
+    exactness: Exactness | None = None
+    batch_size: int | None = None
+    predicted: int | None = None
+    limit: int | None = None
+    relative_time: float | None = None
+    segments: int = 0
+    recomputed: int = 0
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether it changes the model, and not just how its batches are run."""
+        return self.precision is not None or self.jit_compile is not None
+
+    @property
+    def sentence(self) -> str:
+        """All of it in a line: what is done, and what it was predicted to take."""
+        parts = [self._cut()]
+        if self.recompute and self.segments:
+            parts.append(f"recomputing {self.recomputed or len(self.recompute)} of {self.segments} segments")
+        elif self.recompute:
+            parts.append(f"recomputing {', '.join(self.recompute)}")
+        if self.jit_compile is not None:
+            parts.append("compiled with XLA" if self.jit_compile else "without XLA")
+        parts += [f"in {self.precision}"] if self.precision else []
+        parts += ["lean commit"] if self.lean_commit else []
+        expected = self._expected()
+        if not expected:
+            return ", ".join(parts)
+        return f"{', '.join(parts)}: {expected} ({self._exact()})"
+
+    def _exact(self) -> str:
+        if self.caveats:
+            return str(Exactness("not exact", self.caveats))
+        if self.exactness is not None:
+            return str(self.exactness)
+        plain = self._cut().endswith(("whole", "whole batches")) and not self.recompute
+        return str(Exactness()) if plain else "to be proven on the first batch"
+
+    def __str__(self) -> str:
+        if not self._expected():
+            unproven = self.caveats if self.exactness is None else ()
+            return self.sentence + "".join(f"\n  not exact: {caveat}" for caveat in unproven)
+        return "\n".join([*_alternatives(self.alternatives), self.sentence])
+
+    def _cut(self) -> str:
+        micro, batch = self.micro_batch_size, self.batch_size
+        if batch is None:
+            return "whole batches" if micro is None else f"micro-batches of {micro}"
+        if micro is None or micro >= batch:
+            return f"batch {batch} whole"
+        return f"batch {batch} as {-(-batch // micro)} × {micro}"
+
+    def _expected(self) -> str:
+        expected = []
+        if self.predicted is not None:
+            size = format_bytes(self.predicted)
+            if self.limit is not None:
+                limit = format_bytes(self.limit)
+                same_unit = size.split()[1] == limit.split()[1]
+                size = f"{size.split()[0] if same_unit else size} of {limit}"
+            expected.append(f"predicted {size}")
+        if self.relative_time is not None:
+            expected.append(f"about {self.relative_time:.1f}× step time")
+        return ", ".join(expected)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        lists = {name: tuple(data.get(name, ())) for name in ("recompute", "caveats")}
+        alternatives = tuple(Alternative(**each) for each in data.get("alternatives", ()))
+        exactness = None if data.get("exactness") is None else Exactness.from_json(data["exactness"])
+        return cls(**{**data, **lists, "exactness": exactness, "alternatives": alternatives})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the record as JSON."""
+        pathlib.Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        return cls.from_json(json.loads(pathlib.Path(path).read_text()))
+
+
+def _alternatives(rows: tuple[Alternative, ...]) -> list[str]:
+    if not rows:
+        return []
+    cells = [("way", "predicted", "time", "exact", "why")]
+    cells += [
+        (
+            row.name,
+            "?" if row.predicted is None else format_bytes(row.predicted),
+            f"{row.relative_time:.2f}×",
+            {True: "yes", False: "no", None: "to prove"}[row.exact],
+            row.why,
+        )
+        for row in rows
+    ]
+    name, size, time, exact, _ = (max(map(len, column)) for column in zip(*cells, strict=True))
+    return [
+        f"  {cell[0]:<{name}}  {cell[1]:>{size}}  {cell[2]:>{time}}  {cell[3]:<{exact}}  {cell[4]}".rstrip()
+        for cell in cells
+    ]

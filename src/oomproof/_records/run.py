@@ -1,0 +1,145 @@
+"""What happened in a run, and on which device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any, Literal
+
+from oomproof._records.exactness import Exactness
+from oomproof._records.plan import Plan
+from oomproof._records.units import format_bytes
+
+Phase = Literal["train", "test", "predict"]
+
+
+EventKind = Literal["oom", "shrink", "grow", "commit-oom", "plan", "note"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The memory a framework can use on one device.
+
+    Attributes:
+        name: The framework's name for it, such as `"GPU:0"`.
+        limit: Bytes its allocator may hand out, or `None` when that cannot be known.
+        measurable: Whether use and peak can be read.
+    """
+
+    name: str
+    limit: int | None
+    measurable: bool
+
+    def __str__(self) -> str:
+        size = "limit unknown" if self.limit is None else format_bytes(self.limit)
+        return f"{self.name}: {size}" + ("" if self.measurable else ", memory use cannot be measured")
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that happened to a batch because of memory.
+
+    Attributes:
+        kind: `"oom"` (a step failed), `"commit-oom"` (the update failed), `"shrink"` (made smaller before it
+            failed), `"grow"`, `"plan"` (the sizes a run starts with) or `"note"`.
+        phase: `"train"`, `"test"` or `"predict"`.
+        epoch: Epoch, counted from 0, or `None` outside of `fit`.
+        step: Steps of this phase finished before this one.
+        batch_size: Samples in the logical batch.
+        before: Largest piece before the event.
+        after: Largest piece after it, or `None` when there was nothing smaller left.
+        needed: Bytes the step that failed would have needed, where known.
+        free: Bytes that were free for it, where known.
+        seconds: Time lost to the failed attempt.
+        message: The line that was logged.
+    """
+
+    kind: EventKind
+    phase: Phase
+    epoch: int | None
+    step: int
+    batch_size: int
+    before: int | None
+    after: int | None
+    needed: int | None
+    free: int | None
+    seconds: float
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What happened in one `fit`, `evaluate` or `predict`.
+
+    Attributes:
+        backend: The Keras backend.
+        versions: Versions of oomproof, Keras and the framework.
+        device: Where it ran.
+        budget: The limit that was held, in bytes, or `None`.
+        plan: The plan in force at the end of training.
+        steps: Logical batches finished, by phase.
+        peak: Largest measured use in bytes over the steps that were measured, or `None`.
+        seconds: Wall time.
+        events: What happened, in order.
+        host_peak: Most RAM that this process and those it started were seen to hold between steps, or `None`.
+        exactness: How its training relates to the same training with unlimited memory.
+    """
+
+    backend: str
+    versions: dict[str, str]
+    device: Device
+    budget: int | None
+    plan: Plan
+    steps: dict[str, int]
+    peak: int | None
+    seconds: float
+    events: tuple[Event, ...] = ()
+    host_peak: int | None = None
+    exactness: Exactness = dataclasses.field(default_factory=Exactness)
+
+    @property
+    def ooms(self) -> int:
+        """How many attempts ran out of memory."""
+        return sum(event.kind in ("oom", "commit-oom") for event in self.events)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Run:
+        return cls(
+            **{
+                **data,
+                "device": Device(**data["device"]),
+                "plan": Plan.from_json(data["plan"]),
+                "events": tuple(Event(**event) for event in data["events"]),
+                "exactness": Exactness.from_json(data.get("exactness") or Exactness().to_json()),
+            }
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the record as JSON."""
+        pathlib.Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Run:
+        return cls.from_json(json.loads(pathlib.Path(path).read_text()))
+
+    def __str__(self) -> str:
+        steps = ", ".join(f"{count} {phase}" for phase, count in self.steps.items() if count) or "no"
+        lines = [
+            f"{self.backend} on {self.device}",
+            f"steps: {steps}; {self.seconds:.1f} s",
+            f"plan: {self.plan.sentence if self.plan.alternatives else self.plan}",
+            f"peak: {'not measured' if self.peak is None else format_bytes(self.peak)}"
+            + ("" if self.budget is None else f" of a budget of {format_bytes(self.budget)}"),
+            *([] if self.host_peak is None else [f"host memory: {format_bytes(self.host_peak)}"]),
+            f"out of memory: {self.ooms} {'time' if self.ooms == 1 else 'times'}",
+            *([f"training: {self.exactness}"] if self.steps.get("train") else []),
+        ]
+        return "\n".join(lines + [f"  {event}" for event in self.events])

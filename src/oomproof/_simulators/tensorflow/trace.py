@@ -1,0 +1,84 @@
+"""A step of Keras's own training on TensorFlow, as a list of allocations. Nothing is run."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+from oomproof._records.trace import Buffer, Category, Op, Trace, Workload
+from oomproof._simulators.tensorflow.executor import Executor
+from oomproof._simulators.tensorflow.graph import step_graph
+from oomproof._simulators.tensorflow.lowering import Lowered, lowered
+from oomproof._simulators.tensorflow.names import Owners, Scopes
+from oomproof._simulators.tensorflow.values import Block
+from oomproof._simulators.xla.fusion import Fusion
+from oomproof._simulators.xla.notes import notes_on
+from oomproof._simulators.xla.schedule import planned
+from oomproof._simulators.xla.stablehlo import read
+from oomproof._simulators.xla.writer import Writer
+
+
+def trace(model: Any, workload: Workload) -> Trace:
+    """Traces a step.
+
+    Args:
+        model: A model that is built and compiled. It is left as it was.
+        workload: The step.
+    """
+    if workload.jit:
+        return trace_of(lowered(model, workload), workload)
+    with _no_garbage_collection():
+        graph = step_graph(model, workload)
+    execution = Executor(graph, workload.target.gpu).run()
+    owners = Owners(graph, bool(workload.recompute))
+    ops = tuple(Op(node.name, owners.stage(node), owners.layer(node)) for node in execution.ran)
+    buffers = tuple(_buffer(block, owners, len(ops)) for block in execution.blocks)
+    return Trace("bfc" if workload.target.gpu else "bfc-growing", ops, buffers, tuple(execution.notes))
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tracing makes hundreds of thousands of objects that stay, and the collector would go through them again and
+    again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def trace_of(step: Lowered, workload: Workload) -> Trace:
+    """What XLA would make of the program that TensorFlow gives it, modelled as for JAX."""
+    program, settled = read(step.text, workload.target.gpu)
+    names = Scopes(step.scopes)
+    plan = planned(Fusion(program).kernels, settled)
+    writer = Writer(program, plan, settled, step.roles, lambda node: names.place(node.scope))
+    return writer.trace("xla", notes_on(program))
+
+
+def _buffer(block: Block, owners: Owners, ops: int) -> Buffer:
+    end = ops if block.end is None else block.end
+    if (variable := block.variable) is not None:
+        # Kernels and tables are drawn at random; biases, scales and statistics are filled with one number.
+        drawn = block.start < 0 and variable.category == "weights" and len(variable.shape) > 1
+        return Buffer(block.size, block.start, end, variable.category, variable.layer, drawn=drawn, first=block.first)
+    layer = owners.layer(block.node) if block.node is not None else ""
+    return Buffer(block.size, block.start, end, _category(block, owners), layer, block.fixed)
+
+
+def _category(block: Block, owners: Owners) -> Category:
+    if block.node is None or block.last_user is None:
+        return "temporary"
+    if block.node.op == "IteratorGetNext":
+        return "input"
+    match owners.stage(block.node), owners.stage(block.last_user):
+        case "forward", "backward":
+            return "activations"
+        case "backward", "update":
+            return "gradients"
+        case _:
+            return "temporary"

@@ -1,0 +1,1 @@
+"""PyTorch: a step run on fake tensors, recorded."""

@@ -1,0 +1,1 @@
+"""Training that survives running out of memory: guard, the driver of its batches, proofs."""

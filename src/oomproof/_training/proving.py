@@ -1,0 +1,101 @@
+"""When a proof is made, on how many samples, and what is remembered of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from oomproof._backends.base import DeviceMemory, Step
+from oomproof._backends.pieces import largest_piece
+from oomproof._records.exactness import Exactness
+from oomproof._training.sizing import Settings
+from oomproof.errors import OomproofError
+
+# Samples of a proof for batches that are cut, fewer where there may be no memory for so many.
+_SAMPLES = (5, 3, 2)
+# So many are tried whatever the size of pieces: with fewer, all pieces are of one size.
+_FEWEST = 3
+# Whether a stretch is computed once or twice concerns every sample alike.
+_SAMPLES_RECOMPUTED = (2, 1)
+# At which batches data is looked at again. What was proven of an own loss may have been so for the data before.
+_LOOKS = frozenset(2**power for power in range(1, 7))
+# Whoever waited longer is told what for.
+_LONG = 5.0
+
+
+class Proving:
+    """Proofs for the steps of one model.
+
+    Args:
+        step: The step.
+        memory: The memory it runs in.
+        settings: What the user asked for.
+        say: Tells the user something.
+    """
+
+    def __init__(
+        self, step: Step, memory: DeviceMemory, settings: Settings, say: Callable[[str], None] = lambda message: None
+    ) -> None:
+        self._step = step
+        self._memory = memory
+        self._proofs = settings.proofs
+        self._say = say
+
+    def __call__(self, data: Any, pieces: int) -> Exactness:
+        """What a step on this batch is, cut into pieces and with what is recomputed now."""
+        cut = pieces > 1
+        if cut and (caveats := self._step.caveats()):
+            return Exactness("not exact", caveats)
+        key = None if self._proofs is None else self._proofs.key(data, cut, self._step.recompute)
+        found = self._recalled(key)
+        if found is None:
+            found = self._made(data, pieces)
+            if key is not None and self._proofs is not None and found.holds:
+                self._proofs.remember(key, {**found.to_json(), "learnt": self._step.learnt})
+        if cut and found.holds:
+            # Data that the proof did not see may be of another kind: other masks, losses that were zero.
+            found = self._tried(lambda: self._step.look(data, pieces)) or found
+        return found
+
+    def again(self, data: Any, pieces: int, number: int) -> Exactness | None:
+        """What a step turns out to be at a later batch, the `number`th that is cut; `None` for no change."""
+        if pieces == 1 or number not in _LOOKS:
+            return None
+        return self._tried(lambda: self._step.look(data, pieces, again=True))
+
+    def _recalled(self, key: str | None) -> Exactness | None:
+        known = None if key is None or self._proofs is None else self._proofs.recall(key)
+        if known is None:
+            return None
+        try:
+            self._step.learnt = known["learnt"]
+            return Exactness.from_json(known)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None  # Not what this version writes: prove it anew.
+
+    def _made(self, data: Any, pieces: int) -> Exactness:
+        piece = largest_piece(self._step.batch_size(data), pieces)
+        cut = [count for count in _SAMPLES if count <= max(_FEWEST, piece)]
+        began = time.perf_counter()
+        for samples in cut if pieces > 1 else _SAMPLES_RECOMPUTED:
+            found = self._tried(lambda samples=samples: self._step.prove(data, samples, pieces > 1))
+            if found is not None:
+                if (seconds := time.perf_counter() - began) > _LONG:
+                    self._say(f"it took {seconds:.0f} s to prove whether this is the same training; that is done once")
+                return found
+        return Exactness("not exact", ("there was too little memory to prove that it is",))
+
+    def _tried(self, question: Any) -> Exactness | None:
+        """The answer, or `None` where there is no memory to ask. What fails otherwise proves and breaks nothing."""
+        try:
+            answer: Exactness | None = question()
+            return answer
+        except OomproofError:
+            raise  # A model that cannot be cut at all is refused, whatever is allowed.
+        except Exception as error:
+            if self._memory.shortage(error) is None:
+                reason = (str(error).strip().splitlines() or [""])[0]
+                return Exactness("not exact", (f"the proof could not run ({type(error).__name__}: {reason})",))
+        self._memory.release()
+        return None

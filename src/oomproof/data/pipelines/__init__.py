@@ -1,0 +1,1 @@
+"""Pipelines that users have: read, judged, and built again within a budget."""

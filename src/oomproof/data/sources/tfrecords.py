@@ -1,0 +1,88 @@
+"""TFRecord files, each record read by its place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from oomproof.data.sources.shared import existing, one_of, whole_number
+from oomproof.data.stream import Stream
+from oomproof.errors import BackendError
+
+
+def from_records(
+    path: str | os.PathLike[str] | Sequence[str],
+    *,
+    features: Mapping[str, Any] | None = None,
+    label: str | None = None,
+    parse: Callable[[bytes], Any] | None = None,
+    batch_size: int = 32,
+    shuffle: bool = False,
+    seed: int | None = None,
+    on_corrupt: Literal["error", "skip"] = "error",
+    drop_remainder: bool = False,
+    workers: int | None = None,
+    max_queue_size: int | None = None,
+) -> Stream:
+    """Streams TFRecord files: a file, a list of files, or a folder of .tfrecord and .tfrecords files.
+
+    Takes TensorFlow for reading, on every backend. The places of the records are found once, when the stream is made,
+    and take 8 bytes each; a shuffled epoch is then a full shuffle, without a buffer of records. Compressed files have
+    no places, and are refused.
+
+    Args:
+        path: What to read.
+        features: What the records are made of, as `tf.io.parse_example` takes it. Records without targets are then a
+            dict of arrays, or the array itself where there is one feature.
+        label: The feature that is the target.
+        parse: Instead of `features`: called with a record (bytes) for a sample, such as `(x, y)`.
+        batch_size: Records in a batch; the last one of an epoch may have fewer.
+        shuffle: Whether each epoch has another order.
+        seed: What the order depends on; drawn where it is not given.
+        on_corrupt: `"error"` to stop at a damaged record, naming file and offset. `"skip"` to go on: the next readable
+            record takes its place, and `stream.corrupt` has it. Behind damage that hides where the next record
+            begins, the rest of a file is left out.
+        drop_remainder: Whether to leave out a last batch with fewer records.
+        workers: Threads that read.
+        max_queue_size: Batches that may wait. By default at most 10 and about 256 MiB.
+
+    Returns:
+        A `Stream`.
+    """
+    batch_size = whole_number(batch_size, "batch_size", least=1)
+    one_of(on_corrupt, "on_corrupt", "error", "skip")
+    if (features is None) == (parse is None):
+        raise ValueError(f"Expected one of `features` and `parse`. Received: features={features}, parse={parse}")
+    if label is not None and (features is None or label not in features):
+        raise ValueError(f"Expected `label` to be one of `features`. Received: label={label!r}")
+    try:
+        from oomproof.data.sources.tf_reader import RecordSource
+
+        source = RecordSource(_files_of(path), features, label, parse, skip=on_corrupt == "skip")
+    except ImportError as missing:
+        raise BackendError(
+            f"Reading TFRecord files takes TensorFlow, which cannot be imported ({missing}): "
+            "pip install 'oomproof[tensorflow]'"
+        ) from missing
+    return Stream(
+        source,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        drop_remainder=drop_remainder,
+        workers=workers,
+        max_queue_size=max_queue_size,
+    )
+
+
+def _files_of(path: Any) -> list[str]:
+    if isinstance(path, (list, tuple)):
+        files = [existing(one, "a TFRecord file") for one in path]
+    elif os.path.isdir(existing(path, "a TFRecord file")):
+        files = sorted(entry.path for entry in os.scandir(path) if ".tfrecord" in entry.name)
+    else:
+        files = [existing(path, "a TFRecord file")]
+    if not files:
+        raise ValueError(f"Expected TFRecord files. Received: none in {path!r}")
+    return files
