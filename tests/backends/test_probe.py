@@ -55,7 +55,7 @@ def test_a_line_through_small_steps_says_what_a_large_one_takes_that_does_not_fi
 def described(limit):
     """A question about a batch of 80 samples on a device with so many bytes."""
     device = types.SimpleNamespace(describe=lambda: Device("GPU:0", limit, True))
-    backend = types.SimpleNamespace(trace=lambda model, workload: None, memory=lambda: device)
+    backend = types.SimpleNamespace(memory=lambda: device)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     return types.SimpleNamespace(
         backend=backend, model=model, workload=types.SimpleNamespace(x=Spec((80, 1), "float32"), y=None)
@@ -82,6 +82,7 @@ def test_the_batch_itself_is_tried_where_it_may_fit(monkeypatch, limit, fits, ru
         needed = 100 + 10 * size
         return needed if needed <= fits else None
 
+    monkeypatch.setattr(probe.simulators, "trace", lambda *_: None)
     monkeypatch.setattr(probe, "_peak", real)
     found = probe.answer(described(limit))
     assert tried == run
