@@ -261,7 +261,8 @@ class JaxStep(ModelStep):
                     gradients, logs = phases.whole(data, training)
                 # A metric may return its variable: what counts is the value that is pending.
                 logs = tree.map_structure(lambda log: log.value if isinstance(log, keras.Variable) else log, logs)
-            pending = scope.pending()
+            # What else is written, such as a variable that a loss of the user's own keeps, Keras's own step forgets.
+            pending = [(variable, value) for variable, value in scope.pending() if id(variable) in known]
             program.written = [variable for variable, _ in pending]
             found = _placed([value for _, value in pending], program.written)
             if kind in ("train", "values") and gradients:

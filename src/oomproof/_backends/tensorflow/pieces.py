@@ -161,7 +161,11 @@ def _accumulated(a: Any, b: Any, larger: bool) -> Any:
 
 
 def finished(
-    gradients: list[Any], variables: Sequence[Any], pieces: Any = 1, shared: Collection[int] = ()
+    gradients: list[Any],
+    variables: Sequence[Any],
+    pieces: Any = 1,
+    shared: Collection[int] = (),
+    merged: Collection[int] = (),
 ) -> list[Any]:
     """Gradients as a tape gives them: in the precision of their variables, sparse ones with the variable's shape.
 
@@ -170,6 +174,7 @@ def finished(
         variables: Their variables.
         pieces: Number of pieces.
         shared: Positions of sparse gradients whose rows the whole batch has once, and here each piece has.
+        merged: Positions of sparse gradients that have each row of their table once, however often it is used.
     """
 
     def finish(position: int, gradient: Any, variable: Any) -> Any:
@@ -180,6 +185,9 @@ def finished(
                 by_piece = tf.reshape(values, tf.concat([[tf.cast(pieces, tf.int32), rows], tf.shape(values)[1:]], 0))
                 values, indices = tf.reduce_sum(by_piece, axis=0), indices[:rows]
                 values.set_shape([None, *variable.shape[1:]])
+            elif position in merged:
+                indices, places = tf.unique(indices)
+                values = tf.math.unsorted_segment_sum(values, places, tf.size(indices))
             shape = tf.constant(tuple(variable.shape), indices.dtype)
             return tf.IndexedSlices(values, indices, dense_shape=shape)
         return gradient if gradient is None else tf.cast(gradient, variable.dtype)
