@@ -201,7 +201,7 @@ def take_over(model, segments, pieces=1):
         step.prepare(data, phase)
         options = {"lean": False} if phase == "train" else {}
         result = getattr(step, phase)(data, pieces, spec=spec, **options)
-        step.land(True)
+        step.wait_for_pending(True)
         return result
 
     backend.install(model, run, lambda: None)

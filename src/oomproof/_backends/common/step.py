@@ -61,7 +61,7 @@ class ModelStep:
     def settle(self) -> None:
         """Put in place by the driver."""
 
-    def land(self, everything: bool) -> Sequence[Any]:
+    def wait_for_pending(self, everything: bool) -> Sequence[Any]:
         return ()  # Steps are done when they return, where a backend does not say otherwise.
 
     def __init__(self, model: Any, engine: Recomputing) -> None:

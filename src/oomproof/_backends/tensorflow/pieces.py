@@ -265,7 +265,7 @@ def _in_graph(
         more,
         body,
         start,
-        # More than one piece in flight would hold more than one piece's activations.
+        # More than one piece at a time would hold more than one piece's activations.
         parallel_iterations=1,
         maximum_iterations=count if isinstance(count, int) else None,
     )
