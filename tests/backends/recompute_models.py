@@ -6,7 +6,7 @@ from here import set_mode
 from keras import layers, ops
 
 from oomproof import _backends as backends
-from oomproof._backends.common.calls import graphs
+from oomproof._backends.common.call_graph import graphs
 
 SAMPLES, BATCH = 12, 4
 RANDOM = np.random.default_rng(0)

@@ -18,7 +18,7 @@ from keras import layers, ops
 
 from oomproof import _simulators as simulators
 from oomproof._backends import current
-from oomproof._backends.common.calls import graphs
+from oomproof._backends.common.call_graph import graphs
 from oomproof._backends.common.precision import computed_in
 from oomproof._estimation.allocator import replay
 from oomproof._estimation.api import estimate

@@ -70,7 +70,7 @@ def take(data: Any, start: Any, size: Any, from_host: bool = False) -> Any:
     return tree.map_structure(placed, data)
 
 
-def stand_ins(data: Any) -> Any:
+def placeholders(data: Any) -> Any:
     """Placeholders in the graph that is being traced, for tensors that are only looked at.
 
     A graph lives until the garbage is collected. So would what it captures, and a few rows are a view of all the batch.

@@ -15,7 +15,7 @@ from keras.src.backend.torch.core import convert_to_tensor, get_device
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from oomproof._backends.common.calls import graph_of
+from oomproof._backends.common.call_graph import graph_of
 from oomproof._backends.common.drawing import RandomNumbers
 from oomproof._backends.common.draws import Rows
 from oomproof._backends.common.engine import Compute, Outcome, Piece
