@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 from oomproof._records.trace import Buffer, Category, Op, Trace, Workload
+from oomproof._simulators.collector import collector_off
 from oomproof._simulators.tensorflow.executor import Executor
 from oomproof._simulators.tensorflow.graph import step_graph
 from oomproof._simulators.tensorflow.names import Owners, Scopes
@@ -26,26 +24,13 @@ def trace(model: Any, workload: Workload) -> Trace:
     """
     if workload.jit:
         return compiled_step_trace(stablehlo_step(model, workload), workload)
-    with _no_garbage_collection():
+    with collector_off():
         graph = step_graph(model, workload)
     execution = Executor(graph, workload.target.gpu).run()
     owners = Owners(graph, bool(workload.recompute))
     ops = tuple(Op(node.name, owners.stage(node), owners.layer(node)) for node in execution.ran)
     buffers = tuple(_buffer(block, owners, len(ops)) for block in execution.blocks)
     return Trace("bfc" if workload.target.gpu else "bfc-growing", ops, buffers, tuple(execution.notes))
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Tracing makes hundreds of thousands of objects that stay, and the collector would go through them again and
-    again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def compiled_step_trace(step: StableHLOStep, workload: Workload) -> Trace:
