@@ -18,7 +18,7 @@ INEXACT = ("BatchNormalization (bn) normalises with the statistics of each piece
 
 @dataclasses.dataclass
 class RecomputingStep(FakeStep):
-    """Each stretch that is recomputed takes a quarter off what a sample needs."""
+    """Each segment that is recomputed takes a quarter off what a sample needs."""
 
     recompute: tuple[str, ...] = ()
 

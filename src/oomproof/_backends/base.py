@@ -71,7 +71,7 @@ class Step(Protocol):
     budget: int | None
     # Whether a size that was never run before costs no more than to run it: nothing is traced or compiled for it.
     tries_are_cheap: bool
-    # Stretches that are computed again in the backward pass. Setting it forgets programs that were made for others;
+    # Segments that are computed again in the backward pass. Setting it forgets programs that were made for others;
     # ValueError for labels that the model does not have.
     recompute: tuple[str, ...]
     # What the model was when this step was made for it. Its caches are good for nothing else.
@@ -82,7 +82,7 @@ class Step(Protocol):
     settle: Callable[[], None]
     # What was learnt about how a batch may be cut, as JSON. Set where an earlier run has learnt it.
     learnt: dict[str, Any]
-    # What the steps died of that `land` returned.
+    # What the steps died of that `wait_for_pending` returned.
     failure: Exception | None
 
     @property
@@ -112,7 +112,7 @@ class Step(Protocol):
     def loss(self, data: Data, pieces: int) -> float:
         """The loss of a batch as in evaluation. Writes nothing."""
 
-    def land(self, everything: bool) -> Sequence[Flight]:
+    def wait_for_pending(self, everything: bool) -> Sequence[PendingStep]:
         """Waits for steps whose outcome was believed, all of them or all but the newest.
 
         Returns:
@@ -147,7 +147,7 @@ class Step(Protocol):
         """Bytes that are on the device whatever the batch: weights, optimizer, gradients."""
 
 
-class Flight(Protocol):
+class PendingStep(Protocol):
     """A step that was believed before it was done."""
 
     batch: tuple[Phase, Data, Any]
@@ -174,11 +174,11 @@ class Backend(Protocol):
 
     def step(self, model: Any) -> Step: ...
 
-    def stretches(self, model: Any) -> tuple[str, ...]:
+    def segments(self, model: Any) -> tuple[str, ...]:
         """Labels of the calls that can be recomputed, in order; none for a model with code of its own."""
 
-    def recomputing(self, model: Any, stretches: Sequence[str]) -> AbstractContextManager[None]:
-        """While it lasts, the model computes the stretches again wherever it is differentiated. For plain steps."""
+    def recomputing(self, model: Any, segments: Sequence[str]) -> AbstractContextManager[None]:
+        """While it lasts, the model computes the segments again wherever it is differentiated. For plain steps."""
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         """Puts `run` where Keras looks for its train, test and predict functions; returns the phases it took.

@@ -74,7 +74,7 @@ def estimate(
         jit: Whether the step is compiled; by default as Keras would decide on a machine with that GPU.
         input_shape: The shape of a sample, where the model leaves it open: a tuple, a list of them for several inputs,
             or a dict by name. A dtype may stand last: `(128, "int32")`.
-        recompute: Stretches of the model that are computed again in the backward pass, as in `Plan.recompute`.
+        recompute: Segments of the model that are computed again in the backward pass, as in `Plan.recompute`.
 
     Returns:
         An `Estimate`. Printed, it is a table.

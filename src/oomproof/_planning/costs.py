@@ -1,7 +1,7 @@
 """About how long a call of a layer takes, from shapes alone.
 
 Arithmetic and memory traffic of the call, at the rates of a usual card. Only ratios between calls count: they say what
-computing a stretch of the model a second time costs next to the rest of the step.
+computing a segment of the model a second time costs next to the rest of the step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
 from keras.src.ops.nn import DotProductAttention
 from keras.src.ops.numpy import Einsum, Matmul
 
-from oomproof._backends.common.calls import Call, graph_of, graphs
+from oomproof._backends.common.call_graph import Call, graph_of, graphs
 from oomproof._records.trace import Spec
 from oomproof._records.units import DTYPE_BYTES, tensor_bytes
 

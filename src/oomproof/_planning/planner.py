@@ -15,7 +15,7 @@ from keras.src import backend as keras_backend
 from oomproof import _simulators as simulators
 from oomproof._backends import current
 from oomproof._backends.base import Backend, DeviceMemory
-from oomproof._backends.common.calls import graphs
+from oomproof._backends.common.call_graph import graphs
 from oomproof._backends.common.fingerprint import Fingerprint
 from oomproof._backends.common.model import statistics_caveat, unpack
 from oomproof._backends.common.precision import computed_in, policy_of

@@ -1,6 +1,6 @@
 """How to make a batch fit at the least cost of time: a pure function from what a step is made of to a `Plan`.
 
-The space is small: ways to compile and compute the step, numbers of pieces, and for each the stretches to recompute,
+The space is small: ways to compile and compute the step, numbers of pieces, and for each the segments to recompute,
 which `step.remat` chooses. Of each combination of levers the fastest that fits is found, or what comes closest, and
 the best of those is the plan. The others become the table that the plan prints.
 """
@@ -17,7 +17,7 @@ from oomproof._backends.pieces import largest_piece, piece_count
 from oomproof._planning import remat
 from oomproof._records.diagnosis import Diagnosis, short_of
 from oomproof._records.plan import Alternative, Plan
-from oomproof._records.trace import Chain, Stretch
+from oomproof._records.trace import Chain, Segment
 from oomproof._records.units import format_bytes
 from oomproof.errors import CannotFitError
 
@@ -47,7 +47,7 @@ class Way:
         forward_share: Time of its forward pass, as a share of its plain step's.
         host: Time the host takes to start everything in a plain step, as a multiple of the device's; 0 where nothing
             is started one by one.
-        run_cost: Time to begin a run of stretches again, as a share of that of its plain step's forward pass.
+        run_cost: Time to begin a run of segments again, as a share of that of its plain step's forward pass.
         equal_pieces_only: Whether numbers of pieces are powers of two.
         adds_up: Whether the gradients of a piece are made beside the sum over pieces, not in it.
         batch_on_device: The part of the batch that is on the device, for all samples, while its pieces run.
@@ -98,9 +98,9 @@ class Request:
 
 
 def predict(way: Way, micro: int, batch_size: int, runs: remat.Runs = ()) -> int:
-    """Bytes at the peak of a step in pieces of at most `micro` samples that recomputes `runs` of its stretches."""
+    """Bytes at the peak of a step in pieces of at most `micro` samples that recomputes `runs` of its segments."""
     piece = _Piece.of(way, micro, batch_size)
-    return piece.predicted(remat.peak(piece.stretches, runs))
+    return piece.predicted(remat.peak(piece.segments, runs))
 
 
 def least(way: Way, batch_size: int) -> int:
@@ -110,7 +110,7 @@ def least(way: Way, batch_size: int) -> int:
 
 def time_of(way: Way, pieces: int, runs: remat.Runs = ()) -> float:
     """Time of a step, as a multiple of the plain step of the user's own way."""
-    recomputed = sum(way.chain.stretches[at].cost for run in runs for at in range(*run)) + way.run_cost * len(runs)
+    recomputed = sum(way.chain.segments[at].cost for run in runs for at in range(*run)) + way.run_cost * len(runs)
     device = 1 + way.forward_share * recomputed + way.piece_cost * (pieces - 1)
     # Pieces are smaller, but there is as much to start in each.
     host = way.host * pieces * (1 + _STARTED_AGAIN * recomputed)
@@ -142,7 +142,7 @@ def make(request: Request, ways: Sequence[Way]) -> Plan:
     chain = taken.way.chain
     return Plan(
         micro_batch_size=taken.micro if taken.pieces > 1 else None,
-        recompute=tuple(remat.label(chain.stretches[start:end]) for start, end in taken.runs),
+        recompute=tuple(remat.label(chain.segments[start:end]) for start, end in taken.runs),
         jit_compile=None if taken.way.jit == own.jit else taken.way.jit,
         precision=None if taken.way.precision == own.precision else taken.way.precision,
         caveats=taken.caveats,
@@ -171,7 +171,7 @@ class _Piece:
     """The memory of a step in pieces of a certain size, but for what `remat` chooses.
 
     Attributes:
-        stretches: Of the chain, for a piece.
+        segments: Of the chain, for a piece.
         beside: Bytes beside them while they run.
         updating: Bytes while the optimizer runs.
         extra: Bytes beside all that, because there is more than one piece.
@@ -180,7 +180,7 @@ class _Piece:
         least: Bytes while new values are made beside the old ones.
     """
 
-    stretches: tuple[Stretch, ...]
+    segments: tuple[Segment, ...]
     beside: int
     updating: int
     extra: int = 0
@@ -192,7 +192,7 @@ class _Piece:
     def of(cls, way: Way, micro: int, batch_size: int) -> _Piece:
         chain, gradients = way.chain, _gradients(way.chain)
         plain = cls._made(chain, chain.batch_size)
-        sum_of_parts = plain.predicted(remat.peak(plain.stretches, ()))
+        sum_of_parts = plain.predicted(remat.peak(plain.segments, ()))
         base, factor = chain.resident + gradients + chain.update, Fraction(0)
         if sum_of_parts > base:
             factor = Fraction(chain.peak - base, sum_of_parts - base)
@@ -217,18 +217,18 @@ class _Piece:
         gradients = _gradients(chain)
         inputs, outside = (remat.share(size, samples, chain.batch_size) for size in (chain.inputs, chain.outside))
         return cls(
-            stretches=remat.scaled(chain.stretches, samples, chain.batch_size, with_gradients=not in_sum),
+            segments=remat.scaled(chain.segments, samples, chain.batch_size, with_gradients=not in_sum),
             beside=chain.resident + inputs + outside + chain.scratch + (gradients if in_sum else 0),
             updating=chain.resident + gradients + chain.update + inputs,
         )
 
     def predicted(self, inside: int) -> int:
-        """Bytes at the peak of the step, from those of its stretches."""
+        """Bytes at the peak of the step, from those of its segments."""
         parts = max(self.updating, self.beside + inside)
         return max(self.least, self.extra + self.base + math.ceil((parts - self.base) * self.factor))
 
     def room(self, most: int) -> int:
-        """The most that its stretches may take for the peak of the step to be at most `most`."""
+        """The most that its segments may take for the peak of the step to be at most `most`."""
         parts = self.base + math.floor((most - self.extra - self.base) / self.factor)
         return parts - self.beside if self.updating <= parts and self.least <= most else -1
 
@@ -281,10 +281,10 @@ def _recomputing(request: Request, way: Way, sizes: Sequence[int], plain: int | 
         if time_of(way, pieces) >= bound:
             return best  # More pieces take longer, so what is left cannot be faster.
         piece = _Piece.of(way, micro, request.batch_size)
-        runs = remat.choose(piece.stretches, piece.room(request.most), way.run_cost)
+        runs = remat.choose(piece.segments, piece.room(request.most), way.run_cost)
         if runs and time_of(way, pieces, runs) < bound:
             best, bound = (micro, runs), time_of(way, pieces, runs)
-    if best is None and (runs := remat.least(_Piece.of(way, sizes[-1], request.batch_size).stretches)):
+    if best is None and (runs := remat.least(_Piece.of(way, sizes[-1], request.batch_size).segments)):
         best = (sizes[-1], runs)
     return best
 
@@ -430,11 +430,11 @@ def _ways_out(request: Request, own: Way, options: Sequence[_Option], closest: _
 
 
 def _recomputable(chain: Chain) -> int:
-    return sum(stretch.recomputable for stretch in chain.stretches)
+    return sum(segment.recomputable for segment in chain.segments)
 
 
 def _gradients(chain: Chain) -> int:
-    return sum(stretch.gradients for stretch in chain.stretches)
+    return sum(segment.gradients for segment in chain.segments)
 
 
 def _set(levers: frozenset[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from oomproof import _backends as backends
 from oomproof._backends.common.callbacks import epochs_told
-from oomproof._backends.common.keras_calls import FUNCTIONS
+from oomproof._backends.common.keras_functions import FUNCTIONS
 from oomproof._backends.common.model import overrides
 from oomproof._backends.common.precision import compiled, trained_in
 from oomproof._backends.pieces import checked_size

@@ -16,7 +16,7 @@ from oomproof.errors import OomproofError
 _SAMPLES = (5, 3, 2)
 # So many are tried whatever the size of pieces: with fewer, all pieces are of one size.
 _FEWEST = 3
-# Whether a stretch is computed once or twice concerns every sample alike.
+# Whether a segment is computed once or twice concerns every sample alike.
 _SAMPLES_RECOMPUTED = (2, 1)
 # At which batches data is looked at again. What was proven of an own loss may have been so for the data before.
 _LOOKS = frozenset(2**power for power in range(1, 7))

@@ -18,7 +18,7 @@ import numpy as np
 from keras import tree
 
 from oomproof._backends.base import RunBatch
-from oomproof._backends.common.keras_calls import (
+from oomproof._backends.common.keras_functions import (
     FUNCTIONS,
     batch_size_of,
     pulled,
@@ -61,10 +61,10 @@ class JaxBackend:
     def step(self, model: Any) -> JaxStep:
         return JaxStep(model, self.memory())
 
-    stretches = staticmethod(labels)
+    segments = staticmethod(labels)
 
-    def recomputing(self, model: Any, stretches: Sequence[str]) -> AbstractContextManager[None]:
-        return recomputing(model, stretches, JaxEngine(model))
+    def recomputing(self, model: Any, segments: Sequence[str]) -> AbstractContextManager[None]:
+        return recomputing(model, segments, JaxEngine(model))
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         object.__setattr__(model, "jax_state_sync", functools.partial(_sync, model, settle, threading.get_ident()))

@@ -21,7 +21,7 @@ from oomproof._backends.common.proving import StepValues
 from oomproof._backends.common.step import ModelStep, batch_leaves
 from oomproof._backends.tensorflow.commit import commit_leanly
 from oomproof._backends.tensorflow.engine import TensorFlowEngine
-from oomproof._backends.tensorflow.pieces import on_host, stand_ins, take
+from oomproof._backends.tensorflow.pieces import on_host, placeholders, take
 from oomproof._backends.tensorflow.size_checks import refusing
 from oomproof._backends.tensorflow.sparse_rows import clips, how_rows_join, mixed_rows_caveat
 from oomproof._backends.tensorflow.untracked import caveats, unchanged, written_outside
@@ -343,7 +343,7 @@ class TensorFlowStep(ModelStep):
             self.engine.scope(),
             self.engine.recorded_draws() as found,
         ):
-            call(self.model, stand_ins(unpack(data)[0]), training)
+            call(self.model, placeholders(unpack(data)[0]), training)
         return found
 
 

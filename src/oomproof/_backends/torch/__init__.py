@@ -16,7 +16,7 @@ from keras import tree
 from keras.src.backend.torch import trainer as keras_trainer
 
 from oomproof._backends.base import RunBatch
-from oomproof._backends.common.keras_calls import (
+from oomproof._backends.common.keras_functions import (
     FUNCTIONS,
     batch_size_of,
     pulled,
@@ -62,10 +62,10 @@ class TorchBackend:
     def step(self, model: Any) -> TorchStep:
         return TorchStep(model)
 
-    stretches = staticmethod(labels)
+    segments = staticmethod(labels)
 
-    def recomputing(self, model: Any, stretches: Sequence[str]) -> AbstractContextManager[None]:
-        return recomputing(model, stretches, TorchEngine(model))
+    def recomputing(self, model: Any, segments: Sequence[str]) -> AbstractContextManager[None]:
+        return recomputing(model, segments, TorchEngine(model))
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         expandable.let_grow()
