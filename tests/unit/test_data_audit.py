@@ -36,7 +36,7 @@ def test_prints_itself():
 
 def test_json_and_back():
     assert DataAudit.from_json(AUDIT.to_json()) == AUDIT
-    assert AUDIT.to_json()["unknown"] == ["scan"]
+    assert AUDIT.to_dict()["unknown"] == ["scan"]
 
 
 def test_public_names():

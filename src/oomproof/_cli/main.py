@@ -135,7 +135,7 @@ def estimate(
     found = [oomproof.estimate(loaded, size, input_shape=shape, **options) for size in sizes]
     found = [dataclasses.replace(each, notes=(*notes, *each.notes)) for each in found]
     if json:
-        answers = [each.to_json() for each in found]
+        answers = [each.to_dict() for each in found]
         typer.echo(jsonlib.dumps(answers[0] if len(answers) == 1 else answers, indent=2))
     else:
         typer.echo("\n\n".join(str(each) for each in found))
@@ -217,7 +217,7 @@ def plan(
     )
     if output is not None:
         found.save(output)
-    typer.echo(jsonlib.dumps(found.to_json(), indent=2) if json else "\n".join([str(found), *notes]))
+    typer.echo(found.to_json() if json else "\n".join([str(found), *notes]))
 
 
 @app.command()
@@ -254,7 +254,7 @@ def explain(
     else:
         found = oomproof.explain(pathlib.Path(file))
     # Not through rich: a log is not to be read as markup.
-    typer.echo(jsonlib.dumps(found.to_json(), indent=2) if json else str(found))
+    typer.echo(found.to_json() if json else str(found))
     if not found.is_memory:
         raise typer.Exit(4)
 
@@ -268,7 +268,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
     from oomproof._doctor.checks import check
 
     found = check()
-    typer.echo(jsonlib.dumps(found.to_json(), indent=2) if json else str(found))
+    typer.echo(found.to_json() if json else str(found))
     if found.worst == "problem":
         raise typer.Exit(3)
 
@@ -311,7 +311,7 @@ def data_audit(
 
     # As a function, since what it has just made may be taken from.
     found = audit(lambda: naming.called(source), batch_size=size)
-    typer.echo(jsonlib.dumps(found.to_json(), indent=2) if json else str(found))
+    typer.echo(found.to_json() if json else str(found))
     if found.available is not None and found.host_bytes > found.available:
         raise typer.Exit(3)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
+from oomproof._records.record import Record
 from oomproof._records.units import format_bytes
 
 Memory = Literal["device", "host", "shm", "other", "none"]
@@ -32,7 +33,7 @@ _MEMORY = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
+class Evidence(Record):
     """A line that a diagnosis rests on.
 
     Attributes:
@@ -45,7 +46,7 @@ class Evidence:
 
 
 @dataclasses.dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Record):
     """Why something failed, as far as its text tells.
 
     Attributes:
@@ -80,21 +81,6 @@ class Diagnosis:
     numbers: dict[str, int] = dataclasses.field(default_factory=dict)
     evidence: tuple[Evidence, ...] = ()
     fixes: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Diagnosis:
-        shape = data["tensor_shape"]
-        return cls(
-            **{
-                **data,
-                "tensor_shape": None if shape is None else tuple(shape),
-                "evidence": tuple(Evidence(**each) for each in data["evidence"]),
-                "fixes": tuple(data["fixes"]),
-            }
-        )
 
     def __str__(self) -> str:
         rows = [("memory", f"{_MEMORY[self.memory]}, reported by {self.raised_by}")]
@@ -135,7 +121,7 @@ def short_of(needed: int, has: int, summary: str, *fixes: str) -> Diagnosis:
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class Finding(Record):
     """One thing that `doctor` looked at.
 
     Attributes:
@@ -152,7 +138,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkup:
+class Checkup(Record):
     """What `doctor` found.
 
     Attributes:
@@ -161,18 +147,13 @@ class Checkup:
 
     findings: tuple[Finding, ...]
 
+    _derived: ClassVar = ("worst",)
+
     @property
     def worst(self) -> Severity:
         """The gravest severity of all."""
         order: tuple[Severity, ...] = ("ok", "note", "warning", "problem")
         return max((each.severity for each in self.findings), key=order.index, default="ok")
-
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "worst": self.worst}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Checkup:
-        return cls(tuple(Finding(**each) for each in data["findings"]))
 
     def __str__(self) -> str:
         topics = max((len(each.topic) for each in self.findings), default=0)

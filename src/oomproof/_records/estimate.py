@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import ClassVar
 
+from oomproof._records.record import Record
 from oomproof._records.run import Phase
 from oomproof._records.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
+class Estimate(Record):
     """How much memory a step takes, before it is run.
 
     Attributes:
@@ -60,6 +61,8 @@ class Estimate:
     seconds: float
     notes: tuple[str, ...] = ()
 
+    _derived: ClassVar = ("fits", "framework")
+
     @property
     def fits(self) -> bool | None:
         """Whether it fits even if the peak is as high as it may be; `None` where there is nothing to compare with."""
@@ -69,17 +72,6 @@ class Estimate:
     def framework(self) -> int | None:
         """Bytes of the process beside the peak: what the framework takes ahead or keeps, and CUDA's context."""
         return None if self.driver is None else max(0, self.driver - self.expected)
-
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "fits": self.fits, "framework": self.framework}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Estimate:
-        fields = {key: value for key, value in data.items() if key not in ("fits", "framework")}
-        by_layer = tuple((path, size) for path, size in data["by_layer"])
-        return cls(
-            **{**fields, "by_layer": by_layer, "timeline": tuple(data["timeline"]), "notes": tuple(data["notes"])}
-        )
 
     def __str__(self) -> str:
         pieces = "" if self.micro_batch_size is None else f" in pieces of {self.micro_batch_size}"

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
+
+from oomproof._records.record import Record
 
 Word = Literal["exact", "exact but for random numbers", "not exact"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Exactness:
+class Exactness(Record):
     """How a run relates to the same run on a device with unlimited memory.
 
     Attributes:
@@ -31,12 +33,11 @@ class Exactness:
         """Whether it is exact, at least but for random numbers."""
         return self.word != "not exact"
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Exactness:
-        return cls(data["word"], tuple(data["why"]))
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Makes a record of what `to_dict` returned."""
+        # Nothing is exact because nothing is said of it.
+        return super().from_dict({"word": data["word"], **data})
 
     def __str__(self) -> str:
         if not self.why:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import pathlib
-from typing import Any
 
 from oomproof._records.exactness import Exactness
+from oomproof._records.record import Record
 from oomproof._records.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Alternative:
+class Alternative(Record):
     """A way to run a batch that was looked at.
 
     Attributes:
@@ -34,7 +31,7 @@ class Alternative:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Record):
     """How one logical batch is run.
 
     Attributes:
@@ -127,24 +124,6 @@ class Plan:
         if self.relative_time is not None:
             expected.append(f"about {self.relative_time:.1f}× step time")
         return ", ".join(expected)
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Plan:
-        lists = {name: tuple(data.get(name, ())) for name in ("recompute", "caveats")}
-        alternatives = tuple(Alternative(**each) for each in data.get("alternatives", ()))
-        exactness = None if data.get("exactness") is None else Exactness.from_json(data["exactness"])
-        return cls(**{**data, **lists, "exactness": exactness, "alternatives": alternatives})
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the record as JSON."""
-        pathlib.Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        return cls.from_json(json.loads(pathlib.Path(path).read_text()))
 
 
 def _alternatives(rows: tuple[Alternative, ...]) -> list[str]:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import pathlib
-from typing import Any, Literal
+from typing import Literal
 
 from oomproof._records.exactness import Exactness
 from oomproof._records.plan import Plan
+from oomproof._records.record import Record
 from oomproof._records.units import format_bytes
 
 Phase = Literal["train", "test", "predict"]
-
-
 EventKind = Literal["oom", "shrink", "grow", "commit-oom", "plan", "note"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
+class Device(Record):
     """The memory a framework can use on one device.
 
     Attributes:
@@ -38,7 +34,7 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
+class Event(Record):
     """Something that happened to a batch because of memory.
 
     Attributes:
@@ -73,7 +69,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run(Record):
     """What happened in one `fit`, `evaluate` or `predict`.
 
     Attributes:
@@ -106,29 +102,6 @@ class Run:
     def ooms(self) -> int:
         """How many attempts ran out of memory."""
         return sum(event.kind in ("oom", "commit-oom") for event in self.events)
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Run:
-        return cls(
-            **{
-                **data,
-                "device": Device(**data["device"]),
-                "plan": Plan.from_json(data["plan"]),
-                "events": tuple(Event(**event) for event in data["events"]),
-                "exactness": Exactness.from_json(data.get("exactness") or Exactness().to_json()),
-            }
-        )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the record as JSON."""
-        pathlib.Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Run:
-        return cls.from_json(json.loads(pathlib.Path(path).read_text()))
 
     def __str__(self) -> str:
         steps = ", ".join(f"{count} {phase}" for phase, count in self.steps.items() if count) or "no"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import ClassVar
 
 from oomproof._records.exactness import Exactness
+from oomproof._records.record import Record
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class Difference(Record):
     """How far the micro-batched gradient of one variable is from the full-batch one."""
 
     variable: str
@@ -18,7 +19,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verification:
+class Verification(Record):
     """The outcome of `verify`: is a micro-batched step the same as a full-batch one for this model?
 
     Attributes:
@@ -41,6 +42,8 @@ class Verification:
     culprits: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    _derived: ClassVar = ("exact",)
+
     @property
     def exact(self) -> bool:
         """Whether pieces give what the whole batch gives, up to rounding; with random layers, also their numbers."""
@@ -48,9 +51,6 @@ class Verification:
 
     def __bool__(self) -> bool:
         return self.exactness.holds
-
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "exact": self.exact}
 
     def __str__(self) -> str:
         verdict = self.exactness if self.exactness.holds else "not exact"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import ClassVar
 
 from oomproof._records.diagnosis import Finding
+from oomproof._records.record import Record
 from oomproof._records.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class Stage(Record):
     """One stage of a pipeline.
 
     Attributes:
@@ -29,7 +30,7 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataAudit:
+class DataAudit(Record):
     """What a data pipeline will hold in memory.
 
     Attributes:
@@ -51,20 +52,12 @@ class DataAudit:
     available: int | None = None
     findings: tuple[Finding, ...] = ()
 
+    _derived: ClassVar = ("unknown",)
+
     @property
     def unknown(self) -> tuple[str, ...]:
         """The stages whose memory cannot be known."""
         return tuple(stage.name for stage in self.stages if stage.bytes is None)
-
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "unknown": list(self.unknown)}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> DataAudit:
-        known = {field.name: data[field.name] for field in dataclasses.fields(cls)}
-        known["stages"] = tuple(Stage(**each) for each in data["stages"])
-        known["findings"] = tuple(Finding(**each) for each in data["findings"])
-        return cls(**known)
 
     def __str__(self) -> str:
         rows = [(stage.name, "unknown" if stage.bytes is None else format_bytes(stage.bytes), stage.note)

@@ -8,6 +8,7 @@ import pathlib
 from typing import Any
 
 from oomproof._machine import host
+from oomproof._records.record import Record
 from oomproof._records.units import format_bytes, parse_budget
 from oomproof.data.audit_record import DataAudit
 
@@ -16,7 +17,7 @@ _SHARE = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
-class Tuning:
+class Tuning(Record):
     """What `tune` did to a pipeline; the result has it as `tuning`.
 
     Attributes:
@@ -32,19 +33,6 @@ class Tuning:
     after: DataAudit
     changes: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "before": self.before.to_json(), "after": self.after.to_json()}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Tuning:
-        return cls(
-            data["budget"],
-            DataAudit.from_json(data["before"]),
-            DataAudit.from_json(data["after"]),
-            tuple(data["changes"]),
-            tuple(data["kept"]),
-        )
 
     def __str__(self) -> str:
         sizes = f"{format_bytes(self.before.host_bytes)} before, {format_bytes(self.after.host_bytes)} after"

@@ -170,12 +170,12 @@ class ModelStep:
     def learnt(self) -> dict[str, Any]:
         """All of it, as JSON, to be kept for the next run."""
         added = [list(self._added_losses[training]) for training in (True, False)]
-        return {"added": added, "draws": self.draws.to_json()}
+        return {"added": added, "draws": self.draws.to_dict()}
 
     @learnt.setter
     def learnt(self, known: dict[str, Any]) -> None:
         self._added_losses.update(zip((True, False), map(tuple, known["added"]), strict=True))
-        self.draws = DrawTable.from_json(known["draws"])
+        self.draws = DrawTable.from_dict(known["draws"])
         self._examined = True
 
     @property
