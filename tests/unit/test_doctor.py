@@ -8,6 +8,7 @@ import pytest
 
 from oomproof._doctor.checks import check
 from oomproof._doctor.machine import Card, Machine, Process, this_machine
+from oomproof._machine import host
 from oomproof._machine.host import cgroup_limits
 from oomproof._records.diagnosis import Checkup
 
@@ -209,11 +210,9 @@ def nvml(count: int = 1, fails_at: str = "") -> types.SimpleNamespace:
     )
 
 
-def test_a_machine_is_read(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text(
-        "MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\nSwapTotal:  0 kB\n"
-    )
+def test_a_machine_is_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "machine_memory", lambda: (16 * GIB, 8 * GIB))
+    monkeypatch.setattr(host, "swap", lambda: 0)
     (tmp_path / "dev/shm").mkdir(parents=True)
     machine = this_machine(tmp_path, {}, nvml(2))
     assert (machine.memory, machine.available, machine.swap) == (16 * GIB, 8 * GIB, 0)
