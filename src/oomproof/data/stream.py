@@ -77,14 +77,13 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
     def __init__(
         self,
         source: Source | Sequential,
-        *,
         batch_size: int | None,
         shuffle: bool = False,
         seed: int | None = None,
         drop_remainder: bool = False,
-        mix_blocks: int = 4,
         workers: int | None = None,
         max_queue_size: int | None = None,
+        mix_blocks: int = 4,
     ) -> None:
         self.source = source
         self.batch_size = batch_size

@@ -70,15 +70,7 @@ def from_arrays(
             )
         x, y, sample_weight = members_of_npz(os.fspath(x))
     source = ArraySource(x, y, sample_weight)
-    return Stream(
-        source,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        drop_remainder=drop_remainder,
-        workers=workers,
-        max_queue_size=max_queue_size,
-    )
+    return Stream(source, batch_size, shuffle, seed, drop_remainder, workers, max_queue_size)
 
 
 class ArraySource(Source):

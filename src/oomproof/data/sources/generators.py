@@ -73,15 +73,7 @@ def from_generator(
         source = SequenceSource(make)
     else:
         raise TypeError(f"Expected a callable or a sequence. Received: {make!r} of {type(make)}")
-    return Stream(
-        source,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        drop_remainder=drop_remainder,
-        workers=workers,
-        max_queue_size=max_queue_size,
-    )
+    return Stream(source, batch_size, shuffle, seed, drop_remainder, workers, max_queue_size)
 
 
 class GeneratorSource(Sequential):

@@ -105,15 +105,7 @@ def from_files(
         skip=on_corrupt == "skip",
     )
     source.class_names = names
-    return Stream(
-        source,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        drop_remainder=drop_remainder,
-        workers=workers,
-        max_queue_size=max_queue_size,
-    )
+    return Stream(source, batch_size, shuffle, seed, drop_remainder, workers, max_queue_size)
 
 
 class ImageSource(Source):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from oomproof.data.order import Indices
-from oomproof.data.sources.shared import existing, needed, one_of, progress, whole_number
+from oomproof.data.sources.shared import files_of, needed, one_of, progress, whole_number
 from oomproof.data.stream import Source, Stream
 
 _FORMATS = {".parquet": "parquet", ".pq": "parquet", ".arrow": "ipc", ".feather": "ipc", ".ipc": "ipc", ".csv": "csv"}
@@ -61,17 +61,8 @@ def from_table(
     one_of(output, "output", "matrix", "columns")
     needed("pyarrow", "tables")
     held = 2 * mix_blocks if shuffle else 2
-    source = TableSource(_files_of(path), columns, label, output == "matrix", held)
-    return Stream(
-        source,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        mix_blocks=mix_blocks,
-        drop_remainder=drop_remainder,
-        workers=workers,
-        max_queue_size=max_queue_size,
-    )
+    source = TableSource(_tables(path), columns, label, output == "matrix", held)
+    return Stream(source, batch_size, shuffle, seed, drop_remainder, workers, max_queue_size, mix_blocks)
 
 
 class TableSource(Source):
@@ -83,7 +74,7 @@ class TableSource(Source):
         self, files: list[str], columns: Sequence[str] | None, label: str | None, matrix: bool, held: int
     ) -> None:
         self._files = files
-        self._format = _FORMATS[os.path.splitext(files[0])[1].lower()]
+        self._format = _FORMATS[_kind(files[0])]
         self._blocks, self.block_rows, names = self._indexed()
         self.count = sum(self.block_rows)
         if self.count == 0:
@@ -237,17 +228,16 @@ class TableSource(Source):
         return f"{self.count:,} rows in {len(self.block_rows):,} blocks of {len(self._files)} {self._format} files"
 
 
-def _files_of(path: Any) -> list[str]:
-    if isinstance(path, (list, tuple)):
-        files = [existing(one, "a table") for one in path]
-    elif os.path.isdir(existing(path, "a table")):
-        files = sorted(entry.path for entry in os.scandir(path) if os.path.splitext(entry.name)[1].lower() in _FORMATS)
-    else:
-        files = [existing(path, "a table")]
-    formats = {_FORMATS.get(os.path.splitext(file)[1].lower()) for file in files}
-    if not files or len(formats) != 1 or None in formats:
+def _tables(path: Any) -> list[str]:
+    files = files_of(path, "a table", lambda name: _kind(name) in _FORMATS)
+    formats = {_FORMATS.get(_kind(file)) for file in files}
+    if len(formats) != 1 or None in formats:
         raise ValueError(
             f"Expected files of one of the kinds {', '.join(_FORMATS)}. Received: {len(files)} files in {path!r}, of "
             f"kinds {sorted({os.path.splitext(file)[1] for file in files})}"
         )
     return files
+
+
+def _kind(file: str) -> str:
+    return os.path.splitext(file)[1].lower()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from oomproof.data.sources.shared import existing, one_of, whole_number
+from oomproof.data.sources.shared import files_of, one_of, whole_number
 from oomproof.data.stream import Stream
 from oomproof.errors import BackendError
 
@@ -56,33 +56,16 @@ def from_records(
         raise ValueError(f"Expected one of `features` and `parse`. Received: features={features}, parse={parse}")
     if label is not None and (features is None or label not in features):
         raise ValueError(f"Expected `label` to be one of `features`. Received: label={label!r}")
+    files = files_of(path, "a TFRecord file", lambda name: ".tfrecord" in name)
+    if not files:
+        raise ValueError(f"Expected TFRecord files. Received: none in {path!r}")
     try:
         from oomproof.data.sources.tf_reader import RecordSource
 
-        source = RecordSource(_files_of(path), features, label, parse, skip=on_corrupt == "skip")
+        source = RecordSource(files, features, label, parse, skip=on_corrupt == "skip")
     except ImportError as missing:
         raise BackendError(
             f"Reading TFRecord files takes TensorFlow, which cannot be imported ({missing}): "
             "pip install 'oomproof[tensorflow]'"
         ) from missing
-    return Stream(
-        source,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        drop_remainder=drop_remainder,
-        workers=workers,
-        max_queue_size=max_queue_size,
-    )
-
-
-def _files_of(path: Any) -> list[str]:
-    if isinstance(path, (list, tuple)):
-        files = [existing(one, "a TFRecord file") for one in path]
-    elif os.path.isdir(existing(path, "a TFRecord file")):
-        files = sorted(entry.path for entry in os.scandir(path) if ".tfrecord" in entry.name)
-    else:
-        files = [existing(path, "a TFRecord file")]
-    if not files:
-        raise ValueError(f"Expected TFRecord files. Received: none in {path!r}")
-    return files
+    return Stream(source, batch_size, shuffle, seed, drop_remainder, workers, max_queue_size)
