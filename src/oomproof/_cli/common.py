@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from oomproof._records.record import Record
 
 BACKENDS = ("tensorflow", "jax", "torch")
+# How a note on an error begins that says what a step of the user's was given.
+_TRIED = "A step of "
 
 Source = Annotated[
     str,
@@ -129,7 +131,7 @@ def message_of(error: Exception) -> str | None:
     if _raised_on_purpose(error) or (isinstance(error, OSError) and error.errno is not None):
         return naming.said(error)
     # A loss or a layer of the user's that fails comes with what it was given.
-    tried = next((note for note in getattr(error, "__notes__", ()) if note.startswith(naming.TRIED)), None)
+    tried = next((note for note in getattr(error, "__notes__", ()) if note.startswith(_TRIED)), None)
     return f"{naming.said(error)}\n{tried}" if tried and not _is_ours(_raised_at(error)[0]) else None
 
 

@@ -301,7 +301,7 @@ def _answer(module: Any, question: Question) -> Answer:
     except (OomproofError, MemoryError):
         raise
     except Exception as error:
-        given = f"{naming.TRIED} {question.model.name} was tried with {in_words(question.workload)}."
+        given = f"A step of {question.model.name} was tried with {in_words(question.workload)}."
         if isinstance(error, ValueError | TypeError):
             error.add_note(given)
             raise

@@ -8,8 +8,6 @@ import re
 import sys
 from typing import Any
 
-# How a note on an error begins that says what a step of the user's was given.
-TRIED = "A step of"
 # Keras puts what a layer raised between these, with the arguments of the call after it.
 _RAISED_IN_A_LAYER = re.compile(r"Exception encountered when calling .*?\x1b\[1m(.*?)\x1b\[0m", re.DOTALL)
 
