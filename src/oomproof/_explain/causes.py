@@ -64,11 +64,14 @@ class Case:
 
     @property
     def room(self) -> str:
-        return "" if self.total is None else f" the {format_bytes(self.total)}"
+        """What there is, in words."""
+        if limit := self.numbers.get("limit"):
+            return f"the limit of {format_bytes(limit)}"
+        return "" if self.total is None else f"the device's {format_bytes(self.total)}"
 
     @property
     def much(self) -> str:
-        return "" if self.asked.size is None else f" asking for {format_bytes(self.asked.size)}"
+        return "" if self.asked.size is None else f" on a request for {format_bytes(self.asked.size)}"
 
     @property
     def small_device(self) -> bool:
@@ -84,22 +87,23 @@ def cause_of(case: Case, memory: Memory) -> _Story:
             grew = f"{format_bytes(first)} to {format_bytes(last)}"
             text = f"Host memory grew from {grew} until it ran out: something leaks."
             return "leak-over-time", sure * 0.9, text
-        return "host-ram", sure, f"The memory of the machine ran out{case.much}{_killed(case.root)}."
+        return "host-ram", sure, f"Host memory ran out{case.much}{_killed(case.root)}."
     if memory == "shm":
-        return "shm", sure, "The shared memory that processes hand data over in (/dev/shm) is too small."
+        return "shm", sure, "Shared memory (/dev/shm), which processes use to exchange data, is too small."
     if given == "hidden-oom" and case.small_device:
         return _left_little(case)
     if given == "hidden-oom":
-        text = "A CUDA library failed in the way it does when device memory is short, without saying so."
+        text = "A CUDA library failed as it does when device memory runs out, without saying so."
         return "hidden-oom", sure, text
     if given in get_args(Cause):
+        size = "" if case.asked.size is None else f" of {format_bytes(case.asked.size)}"
         texts = {
-            "held-elsewhere": "The device had no room from the start: something else holds its memory, or all of it "
-            "was asked for at once.",
-            "too-big-single-tensor": f"A single request was larger than the device allows{case.much}.",
+            "held-elsewhere": "The device had no free memory from the start: another process holds it, or the program "
+            "requested all of it at once.",
+            "too-big-single-tensor": f"A single request{size} is larger than the device allows.",
         }
         known: Cause = given  # type: ignore[assignment]
-        return known, sure, texts.get(known, "Memory ran out, and the text does not say why.")
+        return known, sure, texts.get(known, "Memory ran out; the log does not say why.")
     return _device_cause(case)
 
 
@@ -107,7 +111,7 @@ def _killed(root: Hit) -> str:
     if root.pattern.raised_by != "kernel":
         return ""
     size = root.said.get("rss")
-    return ", and the process was killed" + (f" at {format_bytes(size)}" if size else "")
+    return ", and the kernel killed the process" + (f" at {format_bytes(size)}" if size else "")
 
 
 def _device_cause(case: Case) -> _Story:
@@ -115,13 +119,13 @@ def _device_cause(case: Case) -> _Story:
     for story in (_larger_than_all, _fragmented, _held_elsewhere, _grew, _large):
         if found := story(case):
             return found
-    text = f"What the step needs in all is more than{case.room or ' what'} there is: it failed{case.much}."
+    text = f"The step needs more memory than {case.room or 'there is'}: it failed{case.much}."
     return "steady-exhaustion", case.sure if case.total else case.sure * 0.75, text
 
 
 def _larger_than_all(case: Case) -> _Story | None:
     if case.single and case.total and case.single >= _TOO_BIG * case.total:
-        text = f"One request of {format_bytes(case.single)} is more than{case.room} there are in all."
+        text = f"One request of {format_bytes(case.single)} exceeds {case.room}."
         return "too-big-single-tensor", case.sure, text
     return None
 
@@ -131,7 +135,7 @@ def _fragmented(case: Case) -> _Story | None:
     if loose is None:
         return None
     wanted = format_bytes(case.asked.size or 0)
-    text = f"{format_bytes(loose)} were free, but in pieces too small for {wanted}: fragmentation."
+    text = f"{format_bytes(loose)} were free, but in blocks too small for {wanted}: fragmentation."
     return "fragmentation", case.sure * 0.9, text
 
 
@@ -141,35 +145,35 @@ def _held_elsewhere(case: Case) -> _Story | None:
     # Where the process has a limit of its own and the device has room, the others are not in its way.
     has_room = "limit" in numbers and numbers.get("free", 0) >= (size or numbers["limit"])
     if total and held >= _HELD * total and not has_room:
-        text = f"Something else on the device holds {format_bytes(held)} of{case.room}."
+        text = f"Other processes hold {format_bytes(held)} of {case.room}."
         return "held-elsewhere", case.sure * 0.95, text
     if size and _not_given(numbers, size):
         allowed = format_bytes(size)
-        text = f"The allocator was allowed {allowed} more, and the device did not give it: something holds it."
+        text = f"The allocator was allowed {allowed} more, but the device did not have it: another process holds it."
         return "held-elsewhere", case.sure * 0.75, text
     if "cuda-driver-allocation" in case.incident.hits and numbers.get("in_use", 0) < _FULL * (total or 1):
-        text = "The device did not give what the framework wanted when it started: something else holds it."
+        text = "The framework did not get the memory it requested at startup: another process holds it."
         return "held-elsewhere", case.sure * 0.75, text
     if case.root.pattern.name == "torch-cuda-error" and not case.incident.fitted_before:
         # torch's allocator says what it asked for; without that the driver had no room for as much as a context.
-        text = "The driver itself ran out before anything was asked for: something else holds the device's memory."
+        text = "The driver ran out of memory before a tensor was requested: another process holds the device's memory."
         return "held-elsewhere", case.sure * 0.9, text
     return _left_little(case) if total is None and case.small_device else None
 
 
 def _left_little(case: Case) -> _Story:
     found = format_bytes(case.numbers["capacity"])
-    text = f"The framework found only {found} when it started: something holds the rest."
+    text = f"The framework found only {found} at startup: another process holds the rest."
     return "held-elsewhere", case.sure * 0.75, text
 
 
 def _grew(case: Case) -> _Story | None:
     if case.progress.grew:
         first, last = map(format_bytes, case.progress.grew)
-        text = f"Memory grew from {first} to {last} while steps went through: something leaks."
+        text = f"Memory grew from {first} to {last} while training went on: something leaks."
         return "leak-over-time", case.sure * 0.95, text
     if case.incident.fitted_before:
-        text = "Steps like this one went through before, so something has been taking memory since, or sizes vary."
+        text = "Earlier steps succeeded, so memory use has grown since, or batch sizes vary."
         return "leak-over-time", case.sure * 0.7, text
     return None
 
@@ -178,7 +182,7 @@ def _large(case: Case) -> _Story | None:
     single, total = case.single, case.total
     used = case.numbers.get("in_use") or case.numbers.get("allocated") or 0
     if single and total and single >= _TOO_BIG_ALONE * total and single >= used:
-        text = f"One request of {format_bytes(single)} is most of{case.room} there are."
+        text = f"One request of {format_bytes(single)} is most of {case.room}."
         return "too-big-single-tensor", case.sure * 0.75, text
     if single and total is None and single >= _TOO_BIG_ANYWHERE:
         text = f"One request of {format_bytes(single)} is more than most devices have."

@@ -174,15 +174,15 @@ def _as_evidence(found: dict[int, str]) -> tuple[Evidence, ...]:
 
 def _not_memory(incident: Incident, root: Hit) -> Diagnosis:
     known = {
-        "disk": "A disk is full; memory is not.",
-        "files": "Too many files are open; memory is not short.",
-        "illegal": "A bad access or assertion on the device; memory did not run out.",
-        "grpc": "A message was larger than a channel allows; memory did not run out.",
+        "disk": "A disk is full; memory did not run out.",
+        "files": "Too many files are open; memory did not run out.",
+        "illegal": "An invalid access or a failed assertion on the device; memory did not run out.",
+        "grpc": "A message exceeded the size limit of a gRPC channel; memory did not run out.",
         "quota": "A quota or rate limit was reached; memory did not run out.",
-        "nccl": "Communication failed; the text says nothing about memory.",
+        "nccl": "Communication between devices failed; the log says nothing about memory.",
         "processes": "The limit of processes or threads was reached; memory did not run out.",
     }
-    text = known.get(root.pattern.topic, "It failed, and not because of memory.")
+    text = known.get(root.pattern.topic, "It failed for another reason than memory.")
     sure = 0.95 if root.pattern.counts >= 2 else 0.7
     return _none(text, sure, {root.line: root.text}, root.pattern.raised_by, root.pattern.topic)
 
@@ -190,16 +190,16 @@ def _not_memory(incident: Incident, root: Hit) -> Diagnosis:
 def _nothing(scan: Scan) -> Diagnosis:
     if scan.survived:
         hit = scan.survived[0].root
-        text = "Memory ran out, and training went on: that was survived."
+        text = "Memory ran out, but training went on."
         if hit.pattern.kind == "other":
-            text = "There was an error that training went on after; memory did not run out."
+            text = "Training went on after an error; memory did not run out."
         return _none(text, 0.8, {hit.line: hit.text}, hit.pattern.raised_by)
     if scan.harmless:
         hit = scan.harmless
-        return _none("A warning about memory that is not a failure.", 0.9, {hit.line: hit.text})
+        return _none("A warning about memory, not a failure.", 0.9, {hit.line: hit.text})
     if not scan.anything:
         return dataclasses.replace(_none("There is no text to explain.", 0.3, {}), cause="unknown")
-    return _none("Nothing in it is a failure of memory.", 0.7, {})
+    return _none("The log shows no memory failure.", 0.7, {})
 
 
 def _none(

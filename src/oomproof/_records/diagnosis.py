@@ -1,4 +1,4 @@
-"""What `explain` and `doctor` answer with. Like all records they print themselves and go to and from JSON."""
+"""What `explain` and `doctor` return."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _MEMORY = {
     "device": "device memory",
     "host": "host memory (RAM)",
     "shm": "shared memory (/dev/shm)",
-    "other": "another memory",
-    "none": "no memory failure",
+    "other": "other memory",
+    "none": "not a memory failure",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Evidence(Record):
-    """A line that a diagnosis rests on.
+    """A line of the log that supports a diagnosis.
 
     Attributes:
-        line: Its number in the log, counted from 1.
-        text: The line without control characters, shortened.
+        line: Line number, counted from 1.
+        text: The line, shortened and without control characters.
     """
 
     line: int
@@ -47,24 +47,24 @@ class Evidence(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis(Record):
-    """Why something failed, as far as its text tells.
+    """Why training failed, as far as the log tells.
 
     Attributes:
         is_memory: Whether memory ran out.
         memory: Which one: `"device"`, `"host"`, `"shm"`, `"other"` or `"none"`.
         raised_by: `"tensorflow"`, `"xla"`, `"jax"`, `"torch"`, `"cudnn"`, `"cublas"`, `"nccl"`, `"kernel"`, `"python"`,
             `"dataloader"` or `"other"`.
-        requested_bytes: What was asked for when it failed, where that is said or follows from shape and dtype.
-        tensor_shape: Shape of what was asked for, where it is said.
-        dtype: Its dtype, in NumPy's words.
-        op: The operation that asked, as the framework names it.
-        layer: The layer that operation belongs to.
+        requested_bytes: Bytes of the request that failed, where the log states them or a shape and a dtype.
+        tensor_shape: Shape of the requested tensor, where the log states it.
+        dtype: Its dtype, by NumPy's name.
+        op: The operation that requested it, by the framework's name.
+        layer: The layer of that operation.
         cause: The kind of cause.
-        confidence: How sure the cause is, between 0 and 1.
-        summary: All of it in a sentence.
-        numbers: Bytes that were said: `free`, `total`, `in_use`, `held_elsewhere` and others.
-        evidence: The lines it rests on.
-        fixes: What to do, most effective first; each a line of code or a command.
+        confidence: Confidence in the cause, between 0 and 1.
+        summary: The diagnosis in one sentence.
+        numbers: Bytes that the log states: `free`, `total`, `in_use`, `held_elsewhere` and others.
+        evidence: The lines that support it.
+        fixes: What to do, most effective first. Each is a line of code or a command.
     """
 
     is_memory: bool
@@ -85,7 +85,7 @@ class Diagnosis(Record):
     def __str__(self) -> str:
         rows = [("memory", f"{_MEMORY[self.memory]}, reported by {self.raised_by}")]
         if self.requested_bytes is not None:
-            rows.append(("asked for", f"{format_bytes(self.requested_bytes)} ({self.requested_bytes} bytes)"))
+            rows.append(("requested", f"{format_bytes(self.requested_bytes)} ({self.requested_bytes} bytes)"))
         if self.tensor_shape is not None:
             rows.append(("tensor", f"{self.tensor_shape} {self.dtype or ''}".rstrip()))
         rows += [("op", self.op)] if self.op else []
@@ -94,7 +94,7 @@ class Diagnosis(Record):
         rows.append(("cause", f"{self.cause} ({self.confidence:.0%} sure)"))
         width = max(len(name) for name, _ in rows)
         lines = [self.summary, *(f"  {name:<{width}}  {text}" for name, text in rows)]
-        lines += ["  rests on"] * bool(self.evidence)
+        lines += ["  evidence"] * bool(self.evidence)
         lines += [f"    line {each.line}: {each.text}" for each in self.evidence]
         lines += ["  what to do"] * bool(self.fixes)
         lines += [f"    {number}. {fix}" for number, fix in enumerate(self.fixes, start=1)]
@@ -102,7 +102,7 @@ class Diagnosis(Record):
 
 
 def short_of(needed: int, has: int, summary: str, *fixes: str) -> Diagnosis:
-    """The diagnosis of what was refused before it ran: steady exhaustion, by the numbers."""
+    """The diagnosis of a step that was refused before it ran because it needs more than there is."""
     return Diagnosis(
         is_memory=True,
         memory="device",
@@ -122,13 +122,13 @@ def short_of(needed: int, has: int, summary: str, *fixes: str) -> Diagnosis:
 
 @dataclasses.dataclass(frozen=True)
 class Finding(Record):
-    """One thing that `doctor` looked at.
+    """One result of `doctor`.
 
     Attributes:
         severity: `"ok"`, `"note"`, `"warning"` or `"problem"`.
-        topic: What was looked at.
+        topic: What was checked.
         text: What was found.
-        fix: What to do about it; empty where there is nothing to do.
+        fix: What to do about it; empty where nothing is to be done.
     """
 
     severity: Severity
@@ -139,10 +139,10 @@ class Finding(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Checkup(Record):
-    """What `doctor` found.
+    """The results of `doctor`.
 
     Attributes:
-        findings: In the order they were looked at.
+        findings: In the order of the checks.
     """
 
     findings: tuple[Finding, ...]
@@ -151,7 +151,7 @@ class Checkup(Record):
 
     @property
     def worst(self) -> Severity:
-        """The gravest severity of all."""
+        """The worst severity among the findings."""
         order: tuple[Severity, ...] = ("ok", "note", "warning", "problem")
         return max((each.severity for each in self.findings), key=order.index, default="ok")
 
@@ -164,4 +164,4 @@ class Checkup(Record):
                 lines.append(f"{'':<7}  {'':<{topics}}  → {each.fix}")
         counts = {word: sum(each.severity == word for each in self.findings) for word in ("problem", "warning", "note")}
         found = ", ".join(f"{count} {word}{'s' * (count > 1)}" for word, count in counts.items() if count)
-        return "\n".join([*lines, found or "nothing to put right"])
+        return "\n".join([*lines, found or "no problems found"])

@@ -1,6 +1,6 @@
-"""Is training in pieces, or with parts computed twice, the training that was asked for? Three words for it.
+"""Is training in pieces, or with recomputed segments, the same as plain training? There are three answers.
 
-*exact* is said where it was seen: see `oomproof._backends.common.proof`.
+*exact* is only said where it was proven: see `oomproof._backends.common.proof`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Exactness(Record):
     """How a run relates to the same run on a device with unlimited memory.
 
     Attributes:
-        word: `"exact"`: proven here, on this model and its data, up to rounding. `"exact but for random numbers"`:
-            likewise, but pieces draw other random numbers than the whole batch. `"not exact"`: it is not, or that could
-            not be proven.
-        why: What makes it so, in words; empty when exact.
+        word: `"exact"`: the same up to rounding, proven on this model and its data. `"exact but for random numbers"`:
+            the same, but pieces draw other random numbers than the whole batch. `"not exact"`: different, or not proven
+            to be the same.
+        why: The reasons; empty when exact.
     """
 
     word: Word = "exact"
@@ -30,7 +30,7 @@ class Exactness(Record):
 
     @property
     def holds(self) -> bool:
-        """Whether it is exact, at least but for random numbers."""
+        """Whether it is exact, or exact but for random numbers."""
         return self.word != "not exact"
 
     @classmethod

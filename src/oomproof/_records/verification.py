@@ -23,14 +23,15 @@ class Verification(Record):
     """The outcome of `verify`: is a micro-batched step the same as a full-batch one for this model?
 
     Attributes:
-        exactness: What training in such pieces is, by everything a step writes: weights, slots, statistics, logs.
-        batch_size: Samples compared.
-        micro_batch_size: Largest piece.
+        exactness: What training in such pieces is, judged by everything a step writes: weights, optimizer state,
+            statistics and logs.
+        batch_size: Samples that were compared.
+        micro_batch_size: Samples in the largest piece.
         tolerance: Largest relative difference that counts as rounding.
         loss: Relative difference of the loss.
-        differences: Per variable, largest first.
-        culprits: What breaks exactness, in words; empty where nothing does.
-        notes: What is worth knowing though it breaks nothing.
+        differences: Difference of each variable, largest first.
+        culprits: What breaks exactness; empty where nothing does.
+        notes: What is worth knowing but breaks nothing.
     """
 
     exactness: Exactness
@@ -46,7 +47,7 @@ class Verification(Record):
 
     @property
     def exact(self) -> bool:
-        """Whether pieces give what the whole batch gives, up to rounding; with random layers, also their numbers."""
+        """Whether pieces give the same result as the whole batch, up to rounding and including random numbers."""
         return self.exactness.word == "exact"
 
     def __bool__(self) -> bool:
@@ -66,5 +67,5 @@ class Verification(Record):
             for d in self.differences[:10]
         ]
         if len(self.differences) > 10:
-            lines.append(f"  … and {len(self.differences) - 10} variables that differ less")
+            lines.append(f"  … and {len(self.differences) - 10} variables with smaller differences")
         return "\n".join(lines)

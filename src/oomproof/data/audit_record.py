@@ -15,11 +15,11 @@ class Stage(Record):
     """One stage of a pipeline.
 
     Attributes:
-        name: What it is, such as `"shuffle(10000)"`.
-        bytes: Host memory it adds at the peak, or `None` when that cannot be known.
-        note: How that comes about.
-        element: Bytes of one element that leaves it, or `None` when that cannot be known.
-        count: Elements that leave it in an epoch, or `None` when that cannot be known or has no end.
+        name: The stage, such as `"shuffle(10000)"`.
+        bytes: Host memory it adds at the peak, or `None` where unknown.
+        note: What the memory is for.
+        element: Bytes of one element it produces, or `None` where unknown.
+        count: Elements it produces in an epoch, or `None` where unknown or infinite.
     """
 
     name: str
@@ -31,17 +31,16 @@ class Stage(Record):
 
 @dataclasses.dataclass(frozen=True)
 class DataAudit(Record):
-    """What a data pipeline will hold in memory.
+    """How much memory a data pipeline holds.
 
     Attributes:
         kind: `"tf.data"`, `"arrays"`, `"PyDataset"`, `"DataLoader"` or `"generator"`.
-        stages: In the order data takes. Their bytes sum up to `host_bytes`.
-        host_bytes: RAM held at the peak, when whoever takes the batches is slower than the pipeline. A lower bound
-            where a stage is unknown.
-        device_bytes: What is placed on the device for it at once.
-        bound_bytes: RAM it can grow to where TensorFlow sizes buffers by itself (AUTOTUNE), or `None` without such.
-        available: RAM that was free, or `None` where that cannot be read.
-        findings: What could be better, with what to do.
+        stages: In the order of the data. Their bytes add up to `host_bytes`.
+        host_bytes: RAM at the peak, while training is slower than the pipeline. A lower bound where a stage is unknown.
+        device_bytes: Bytes on the device at a time.
+        bound_bytes: RAM it can grow to where TensorFlow sizes buffers (AUTOTUNE), or `None` where it sizes none.
+        available: RAM that was free, or `None` where unknown.
+        findings: What could be better, and how.
     """
 
     kind: str
@@ -56,7 +55,7 @@ class DataAudit(Record):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The stages whose memory cannot be known."""
+        """The stages whose memory is unknown."""
         return tuple(stage.name for stage in self.stages if stage.bytes is None)
 
     def __str__(self) -> str:
@@ -67,7 +66,7 @@ class DataAudit(Record):
         lines = [self._sentence()]
         lines += [f"  {name:<{names}}  {size:>{sizes}}  {note}".rstrip() for name, size, note in rows]
         if self.bound_bytes is not None:
-            lines.append(f"  TensorFlow sizes buffers by itself (AUTOTUNE): up to {format_bytes(self.bound_bytes)}")
+            lines.append(f"  TensorFlow sizes some buffers (AUTOTUNE): up to {format_bytes(self.bound_bytes)}")
         for each in self.findings:
             lines.append(f"  {each.severity}: {each.text}")
             lines += [f"    → {each.fix}"] if each.fix else []

@@ -39,7 +39,7 @@ def needed(package: str, what: str) -> Any:
         return importlib.import_module(package)
     except ImportError as missing:
         raise BackendError(
-            f"Reading {what} takes {package}, which is not installed: pip install 'oomproof[data]'"
+            f"Reading {what} needs {package}, which is not installed: pip install 'oomproof[data]'"
         ) from (missing)
 
 
