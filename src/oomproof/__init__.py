@@ -8,12 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from oomproof._records.diagnosis import Checkup, Diagnosis, Evidence, Finding
-from oomproof._records.estimate import Estimate
-from oomproof._records.exactness import Exactness
-from oomproof._records.plan import Alternative, Plan
-from oomproof._records.run import Device, Event, Run
-from oomproof._records.verification import Verification
 from oomproof._version import __version__
 from oomproof.errors import (
     BackendError,
@@ -29,6 +23,12 @@ if TYPE_CHECKING:
     from oomproof._estimation.api import estimate, max_batch_size
     from oomproof._explain.api import explain
     from oomproof._planning.planner import plan
+    from oomproof._records.diagnosis import Checkup, Diagnosis, Evidence, Finding
+    from oomproof._records.estimate import Estimate
+    from oomproof._records.exactness import Exactness
+    from oomproof._records.plan import Alternative, Plan
+    from oomproof._records.run import Device, Event, Run
+    from oomproof._records.verification import Verification
     from oomproof._training.gradients import gradients
     from oomproof._training.guard import fit, guard, unguard
     from oomproof._training.verify import verify
@@ -66,6 +66,18 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "Alternative": "oomproof._records.plan",
+    "Checkup": "oomproof._records.diagnosis",
+    "Device": "oomproof._records.run",
+    "Diagnosis": "oomproof._records.diagnosis",
+    "Estimate": "oomproof._records.estimate",
+    "Event": "oomproof._records.run",
+    "Evidence": "oomproof._records.diagnosis",
+    "Exactness": "oomproof._records.exactness",
+    "Finding": "oomproof._records.diagnosis",
+    "Plan": "oomproof._records.plan",
+    "Run": "oomproof._records.run",
+    "Verification": "oomproof._records.verification",
     "explain": "oomproof._explain.api",
     "estimate": "oomproof._estimation.api",
     "max_batch_size": "oomproof._estimation.api",

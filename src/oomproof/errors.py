@@ -1,11 +1,11 @@
 """The exceptions oomproof raises.
 
     OomproofError(Exception)
-    ├─ CannotFitError         before the first step: what it needs, what there is, what would make it fit
+    ├─ CannotFitError         before the first step: what it needs, what is available, what would make it fit
     ├─ RecoveryFailedError    during training: the model is as it was before the failed batch
     ├─ UnsupportedModelError  names the method or layer, and what to write instead
-    └─ BackendError           a backend, version or device that cannot do what was asked
-    InexactWarning(UserWarning)   training goes on in a way that is not exact; said once, whatever `verbose` is
+    └─ BackendError           a backend, version or device cannot do what was requested
+    InexactWarning(UserWarning)   training goes on but is not exact; issued once, whatever `verbose` is
 
 Bad arguments raise `ValueError` or `TypeError`, in Keras's wording. Every message says what happened,
 the numbers, and what to do next.
@@ -25,10 +25,10 @@ class OomproofError(Exception):
 
 
 class CannotFitError(OomproofError):
-    """Raised before the first step when no plan fits the memory that is there.
+    """Raised before the first step when no plan fits the available memory.
 
     Attributes:
-        diagnosis: What is short and what to do, as a `Diagnosis`, or `None` where there are no numbers.
+        diagnosis: A `Diagnosis`: what is needed, what is available and what to do. `None` where there are no numbers.
     """
 
     def __init__(self, message: str = "", *, diagnosis: Diagnosis | None = None) -> None:
@@ -39,13 +39,13 @@ class CannotFitError(OomproofError):
 class RecoveryFailedError(OomproofError):
     """Raised during training when even the smallest piece of a batch does not fit.
 
-    The model, its optimizer and its metrics are as they were before the failed batch, so they can be saved.
-    `__cause__` is the framework's own error.
+    The model, its optimizer and its metrics are as they were before the failed batch, so you can save them. `__cause__`
+    is the framework's own error.
 
     Attributes:
         run: The `Run` so far.
         history: The Keras `History` so far, or `None` outside of `fit`.
-        diagnosis: What the framework's error means and what to do, as a `Diagnosis`.
+        diagnosis: A `Diagnosis` of the framework's error.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class RecoveryFailedError(OomproofError):
 
 
 class UnsupportedModelError(OomproofError):
-    """Raised for a model whose training oomproof cannot take over without changing its result."""
+    """Raised for a model that oomproof cannot train without changing the result."""
 
 
 class BackendError(OomproofError):
-    """Raised when the backend, its version or its device cannot do what was asked."""
+    """Raised when the backend, its version or its device cannot do what was requested."""
 
 
 class InexactWarning(UserWarning):
-    """Training goes on in a way that is not the training that was asked for, or could not be proven to be.
+    """Issued when training goes on but differs from plain training, or cannot be proven to be the same.
 
-    `warnings.simplefilter("error", oomproof.InexactWarning)` makes it an error; `allow="exact"` refuses to go on.
+    `warnings.simplefilter("error", oomproof.InexactWarning)` turns it into an error; `allow="exact"` refuses to train.
     """

@@ -72,7 +72,7 @@ def report(model, path, history=None, **extra):
     with MEMORY.outside():
         np.savez(path, *model.get_weights())
     run = getattr(history, "run", None)
-    answer = {"run": None if run is None else run.to_json(), "ooms": None if run is None else run.ooms}
+    answer = {"run": None if run is None else run.to_dict(), "ooms": None if run is None else run.ooms}
     if history is not None:
         answer["losses"] = history.history.get("loss")
         answer["val_losses"] = history.history.get("val_loss")

@@ -65,7 +65,7 @@ def main(name, limit, path):
     memory.reset_peak()
     history = (oomproof.fit if limit else keras.Model.fit)(model, Batches(), epochs=2, shuffle=False, verbose=2)
     np.savez(path, *model.get_weights())
-    run = history.run.to_json() if limit else None
+    run = history.run.to_dict() if limit else None
     ooms = history.run.ooms if limit else None
     print(json.dumps({"peak": memory.usage().peak, "run": run, "ooms": ooms, "lines": lines}))
 

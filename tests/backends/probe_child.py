@@ -33,7 +33,7 @@ def main():
     found = oomproof.estimate(model, BATCH, engine="probe")
     after = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
     same = all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-    print(json.dumps({"same": same, "estimate": found.to_json(), "peak": peak(model, x, y)}))
+    print(json.dumps({"same": same, "estimate": found.to_dict(), "peak": peak(model, x, y)}))
 
 
 def peak(model, x, y):

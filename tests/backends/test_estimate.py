@@ -84,8 +84,8 @@ def test_the_larger_layer_is_named_first(found):
 
 
 def test_it_goes_to_json_and_back(found):
-    text = json.dumps(found.to_json())
-    assert oomproof.Estimate.from_json(json.loads(text)) == found
+    text = found.to_json()
+    assert oomproof.Estimate.from_json(text) == found
     assert all(field in json.loads(text) for field in FIELDS)
 
 

@@ -358,7 +358,7 @@ def test_the_same_lines_and_the_same_record(caplog):
         "oomproof: batch 16 now runs as 2 × 8: ran out of memory, an unknown amount free; step 1, nothing lost",
         "oomproof: batch 16 now runs as 4 × 4: ran out of memory, an unknown amount free; step 1, nothing lost",
     ]
-    found = run.to_json()
+    found = run.to_dict()
     assert found.pop("seconds") > 0
     assert found.pop("host_peak") > 0
     backend, versions = found.pop("backend"), found.pop("versions")
@@ -373,8 +373,8 @@ def test_the_same_lines_and_the_same_record(caplog):
     assert (device["name"], device["limit"]) == ("CPU:0", None)
     assert found == {
         "budget": None,
-        "plan": oomproof.Plan(micro_batch_size=4, exactness=oomproof.Exactness()).to_json(),
+        "plan": oomproof.Plan(micro_batch_size=4, exactness=oomproof.Exactness()).to_dict(),
         "steps": {"train": 3, "test": 0, "predict": 0},
         "peak": None,
-        "exactness": oomproof.Exactness().to_json(),
+        "exactness": oomproof.Exactness().to_dict(),
     }

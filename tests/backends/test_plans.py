@@ -150,7 +150,7 @@ def test_the_model_is_left_as_it_was():
         ({"batch_size": 8, "budget": "1GiB", "allow": {"magic"}}, ValueError, "Expected `allow`"),
         ({"batch_size": 8, "budget": "lots"}, ValueError, "budget"),
         ({"batch_size": 8, "gpu": "rtx-9999"}, ValueError, "no GPU"),
-        ({"batch_size": 8, "gpu": "t4", "budget": "100GiB"}, ValueError, "at most what the device has"),
+        ({"batch_size": 8, "gpu": "t4", "budget": "100GiB"}, ValueError, "at most the device's memory"),
     ],
 )
 def test_bad_arguments(options, error, match):

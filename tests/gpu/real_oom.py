@@ -146,7 +146,7 @@ def child(backend: str, net: str, cap: int, jit: str, recoveries: int, blind: bo
     history = model.fit(Batches(), epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
     seconds = time.perf_counter() - began
     np.savez(f"{out}.npz", *model.get_weights())
-    run = history.run.to_json() if guarded else None
+    run = history.run.to_dict() if guarded else None
     events = run["events"] if run else []
     ooms = [event for event in events if event["kind"] == "oom"]
     result = {

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
 import json
 import pathlib
+import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +14,9 @@ from typer.testing import CliRunner
 from oomproof._cli import main as cli
 from oomproof._demo import processes, run
 from oomproof._demo.processes import Outcome
+from oomproof._records.units import format_bytes, parse_budget
 from oomproof._version import __version__
-from oomproof.errors import CannotFitError
+from oomproof.errors import BackendError, CannotFitError, RecoveryFailedError
 
 MIB = 2**20
 
@@ -99,18 +103,94 @@ def test_other_usage_errors(arguments: tuple[str, ...]) -> None:
     assert invoke(*arguments).exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [(CannotFitError("needs [b]9 GiB[/b]"), 3), (ValueError("no"), 2), (OSError("disk full"), 2)]
-)
-def test_errors_are_one_message(
-    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: Any) -> bool:
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(run, "run", fail)
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (CannotFitError("needs [b]9 GiB[/b]"), 3),
+        (RecoveryFailedError("needs 9 GiB"), 1),
+        (BackendError("no TensorFlow"), 2),
+        (OSError(errno.ENOSPC, "No space left on device"), 2),
+    ],
+)
+def test_what_a_user_can_put_right_is_one_message(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "run", raising(error))
     assert call_main(monkeypatch, "demo") == code
     assert capsys.readouterr().err == f"oomproof: {error}\n"
+
+
+def test_an_argument_that_is_refused_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "run", lambda *_: parse_budget("8 bananas", None))
+    assert call_main(monkeypatch, "demo") == 2
+    assert "Received: budget='8 bananas'" in capsys.readouterr().err
+
+
+def test_a_backend_that_is_not_installed_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "run", raising(ModuleNotFoundError("No module named 'jax'", name="jax")))
+    assert call_main(monkeypatch, "demo") == 2
+    assert "pip install 'oomproof[jax]'" in capsys.readouterr().err
+
+
+def test_a_step_of_the_user_that_fails_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = ValueError("shapes differ")
+    error.add_note("A step of model was tried with x (4, 16) float32.")
+    error.add_note("Some other note.")
+    monkeypatch.setattr(run, "run", raising(error))
+    assert call_main(monkeypatch, "demo") == 2
+    assert capsys.readouterr().err == "oomproof: shapes differ\nA step of model was tried with x (4, 16) float32.\n"
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        raising(ValueError("raised in somebody else's code")),
+        raising(KeyError("name")),
+        raising(OSError("not from the system")),
+        raising(ModuleNotFoundError("No module named 'oomproof.gone'", name="oomproof.gone")),
+        # A call of ours that fails, as it would by a mistake in here.
+        lambda *_: format_bytes("9"),  # type: ignore[arg-type]
+    ],
+)
+def test_any_other_error_keeps_its_traceback(
+    fails: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "run", fails)
+    monkeypatch.setattr(sys, "argv", ["oomproof", "demo"])
+    with pytest.raises((ValueError, TypeError, KeyError, OSError, ModuleNotFoundError)):
+        cli.main()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("arguments", [("--traceback", "demo"), ("demo", "--traceback")])
+def test_a_traceback_for_all(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "run", raising(CannotFitError("needs 9 GiB")))
+    monkeypatch.setattr(sys, "argv", ["oomproof", *arguments])
+    with pytest.raises(CannotFitError):
+        cli.main()
+
+
+def test_help_loads_nothing_slow() -> None:
+    code = (
+        "import sys\nfrom oomproof._cli.main import app\n"
+        "try: app(['--help'])\nexcept SystemExit: pass\n"
+        "print({'numpy', 'keras', 'rich.console', 'psutil'}.intersection(sys.modules))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout.splitlines()[-1] == "set()"
 
 
 def test_demo_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

@@ -2,8 +2,10 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -36,7 +38,7 @@ def test_prints_itself():
 
 def test_json_and_back():
     assert DataAudit.from_json(AUDIT.to_json()) == AUDIT
-    assert AUDIT.to_json()["unknown"] == ["scan"]
+    assert AUDIT.to_dict()["unknown"] == ["scan"]
 
 
 def test_public_names():
@@ -48,47 +50,61 @@ def test_public_names():
         oomproof.data.nothing  # noqa: B018
 
 
-def machine(root, **files):
-    for name, text in files.items():
-        path = root / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
+@pytest.fixture
+def ram(monkeypatch):
+    memory = types.SimpleNamespace(total=16 * GIB, available=8 * GIB)
+    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(host, "cgroup_limits", lambda: (None, None))
 
 
-MEMINFO = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n"
+def test_memory_of_a_machine(ram):
+    assert (host.total(), host.available()) == (16 * GIB, 8 * GIB)
 
 
-def test_memory_of_a_machine(tmp_path):
-    root = machine(tmp_path, proc__meminfo=MEMINFO)
-    assert (host.total(root), host.available(root)) == (16 * GIB, 8 * GIB)
+def test_a_control_group_is_a_machine(ram, monkeypatch):
+    monkeypatch.setattr(host, "cgroup_limits", lambda: (4 * GIB, 3 * GIB))
+    assert (host.total(), host.available()) == (4 * GIB, GIB)
 
 
-def test_a_control_group_is_a_machine(tmp_path):
-    files = {"proc__self__cgroup": "0::/\n", "sys__fs__cgroup__memory.max": f"{4 * GIB}\n"}
-    root = machine(tmp_path, proc__meminfo=MEMINFO, **files, **{"sys__fs__cgroup__memory.current": f"{3 * GIB}\n"})
-    assert (host.total(root), host.available(root)) == (4 * GIB, GIB)
+def test_nothing_to_read(monkeypatch):
+    def unreadable(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(host, "cgroup_limits", lambda: (None, None))
+    for name in ("virtual_memory", "swap_memory"):
+        monkeypatch.setattr(host.psutil, name, unreadable)
+    monkeypatch.setattr(host, "_process", unreadable)
+    assert (host.total(), host.available(), host.resident(), host.swap()) == (None, None, None, None)
 
 
-def test_nothing_to_read(tmp_path):
-    assert (host.total(tmp_path), host.available(tmp_path), host.resident(tmp_path)) == (None, None, None)
-
-
-def test_resident_memory_of_a_family(tmp_path):
-    root = machine(
-        tmp_path,
-        proc__7__status="VmRSS:\t 1024 kB\n",
-        proc__7__smaps_rollup="Pss:  900 kB\n",
-        proc__7__task__7__children="8 9",
-        proc__8__status="VmRSS:\t 512 kB\n",
-        proc__8__smaps_rollup="Pss:  100 kB\n",
-        proc__9__status="VmRSS:\t 512 kB\n",
+@pytest.fixture(scope="module")
+def family():
+    """A process that holds 64 MiB and has a child, which shares them."""
+    code = (
+        "import os, sys, time\nblock = os.urandom(1) * (64 * 2**20)\n"
+        "if os.fork():\n    print('there', flush=True)\ntime.sleep(60)"
     )
-    assert host.resident(root, 8) == 512 * 1024
-    assert host.resident(root, 7) == (900 + 100 + 512) * 1024
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    process.stdout.readline()
+    yield process.pid
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc takes Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="shared pages are told apart on Linux")
+@pytest.mark.parametrize("listed", [True, False])
+def test_what_a_family_shares_counts_once(family, listed, monkeypatch):
+    monkeypatch.setattr(host, "_kernel_lists_children", lambda: listed)
+    assert len(host._family(family)) == 2
+    assert 64 * MIB < host.resident(family) < 110 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a fork shares its pages there")
+def test_each_counts_in_full_where_nothing_is_said_of_sharing(family, monkeypatch):
+    monkeypatch.setattr(host, "_proportional", lambda process: 0)
+    assert host.resident(family) > 128 * MIB
+
+
 def test_resident_memory_of_this_process():
     before = host.resident()
     block = bytearray(os.urandom(1)) * (64 * MIB)

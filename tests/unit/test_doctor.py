@@ -1,7 +1,6 @@
 """doctor, against machines that are described to it."""
 
 import dataclasses
-import json
 import pathlib
 import types
 
@@ -9,6 +8,7 @@ import pytest
 
 from oomproof._doctor.checks import check
 from oomproof._doctor.machine import Card, Machine, Process, this_machine
+from oomproof._machine import host
 from oomproof._machine.host import cgroup_limits
 from oomproof._records.diagnosis import Checkup
 
@@ -67,7 +67,7 @@ def test_a_bad_machine() -> None:
 
 def test_to_json_and_back() -> None:
     checkup = check(BAD)
-    assert Checkup.from_json(json.loads(json.dumps(checkup.to_json()))) == checkup
+    assert Checkup.from_json(checkup.to_json()) == checkup
 
 
 def test_who_holds_a_card() -> None:
@@ -76,7 +76,7 @@ def test_who_holds_a_card() -> None:
     assert "process 77 python (12.0 GiB)" in held.text
     assert "CUDA_VISIBLE_DEVICES=1" in held.fix
     assert other.severity == "warning"
-    assert "cannot be seen" in other.text
+    assert "not visible here" in other.text
 
 
 def test_no_gpu_and_a_driver_that_does_not_answer() -> None:
@@ -90,10 +90,10 @@ def test_no_gpu_and_a_driver_that_does_not_answer() -> None:
     ("packages", "text"),
     [
         ({"keras": "3.10.0"}, "keras 3.10.0 is older"),
-        ({"tensorflow": "2.15.1", "numpy": "2.0.0"}, "built for numpy 1"),
-        ({"jax": "0.10.2", "jaxlib": "0.9.0"}, "not of the same release"),
+        ({"tensorflow": "2.15.1", "numpy": "2.0.0"}, "built for NumPy 1"),
+        ({"jax": "0.10.2", "jaxlib": "0.9.0"}, "not from the same release"),
         ({"jaxlib": "0.10.2", "jax-cuda12-plugin": "0.9.1"}, "falls back to the CPU"),
-        ({"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}, "which one runs is chance"),
+        ({"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}, "either may run"),
     ],
 )
 def test_versions_that_clash(packages: dict[str, str], text: str) -> None:
@@ -103,7 +103,7 @@ def test_versions_that_clash(packages: dict[str, str], text: str) -> None:
 @pytest.mark.parametrize(
     ("packages", "text"),
     [
-        ({**PACKAGES, "torch": "2.13.0+cpu"}, "a build for CPUs"),
+        ({**PACKAGES, "torch": "2.13.0+cpu"}, "built for CPUs only"),
         ({**PACKAGES, "jax": "0.10.2"}, "without a CUDA plugin"),
         ({"tensorflow-cpu": "2.21.0"}, "tensorflow-cpu is installed"),
         ({"tensorflow": "2.21.0"}, "without its CUDA packages"),
@@ -125,13 +125,13 @@ def test_a_backend_that_is_not_there(backend: str) -> None:
 @pytest.mark.parametrize(
     ("environment", "topic", "text"),
     [
-        ({"PYTORCH_CUDA_ALOC_CONF": "x"}, "settings", "PYTORCH_CUDA_ALLOC_CONF is meant?"),
-        ({"XLA_PYTHON_CLIENT_PREALOCATE": "false"}, "settings", "XLA_PYTHON_CLIENT_PREALLOCATE is meant?"),
+        ({"PYTORCH_CUDA_ALOC_CONF": "x"}, "settings", "Did you mean PYTORCH_CUDA_ALLOC_CONF?"),
+        ({"XLA_PYTHON_CLIENT_PREALOCATE": "false"}, "settings", "Did you mean XLA_PYTHON_CLIENT_PREALLOCATE?"),
         ({"PYTORCH_ALLOC_CONF": "a", "PYTORCH_CUDA_ALLOC_CONF": "b"}, "settings", "both set"),
         ({"CUDA_VISIBLE_DEVICES": ""}, "settings", "hides every card"),
         ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "preallocation", "slow"),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "90%"}, "preallocation", "no number between 0 and 1"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"}, "settings", "does nothing"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "90%"}, "preallocation", "not a number between 0 and 1"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"}, "settings", "has no effect"),
         ({"TF_CPU_BFC_MEM_LIMIT_IN_MB": "500"}, "settings", "ends the process"),
     ],
 )
@@ -151,29 +151,30 @@ def test_what_is_said_is_safe_to_print() -> None:
 # Where a machine is read from
 
 
+def write(path: pathlib.Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
 def test_cgroups_of_version_2(tmp_path: pathlib.Path) -> None:
-    root = tmp_path
     for path, text in {
         "proc/self/cgroup": "0::/user/job\n",
         "sys/fs/cgroup/user/memory.max": f"{4 * GIB}\n",
         "sys/fs/cgroup/user/memory.current": f"{GIB}\n",
         "sys/fs/cgroup/user/job/memory.max": "max\n",
     }.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
-    assert cgroup_limits(root) == (4 * GIB, GIB)
+        write(tmp_path / path, text)
+    assert cgroup_limits(tmp_path) == (4 * GIB, GIB)
 
 
 def test_cgroups_of_version_1(tmp_path: pathlib.Path) -> None:
-    root = tmp_path
     for path, text in {
         "proc/self/cgroup": "12:pids:/docker/abc\n4:memory:/docker/abc\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
         "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
     }.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
-    assert cgroup_limits(root) == (2 * GIB, GIB)
+        write(tmp_path / path, text)
+    assert cgroup_limits(tmp_path) == (2 * GIB, GIB)
 
 
 @pytest.mark.parametrize("limit", ["9223372036854771712", "max", "", "many"])
@@ -210,11 +211,9 @@ def nvml(count: int = 1, fails_at: str = "") -> types.SimpleNamespace:
     )
 
 
-def test_a_machine_is_read(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text(
-        "MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\nSwapTotal:  0 kB\n"
-    )
+def test_a_machine_is_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "machine_memory", lambda: (16 * GIB, 8 * GIB))
+    monkeypatch.setattr(host, "swap", lambda: 0)
     (tmp_path / "dev/shm").mkdir(parents=True)
     machine = this_machine(tmp_path, {}, nvml(2))
     assert (machine.memory, machine.available, machine.swap) == (16 * GIB, 8 * GIB, 0)

@@ -60,7 +60,7 @@ def test_golden(cause: str) -> None:
 @pytest.mark.parametrize("cause", BY_CAUSE)
 def test_to_json_and_back(cause: str) -> None:
     found = oomproof.explain(BY_CAUSE[cause])
-    assert Diagnosis.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert Diagnosis.from_json(found.to_json()) == found
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_to_json_and_back(cause: str) -> None:
 def test_the_cases_that_were_looked_at(name: str) -> None:
     """Held-out cases are scored by the benchmark alone, so that nobody tunes to them."""
     for case in map(json.loads, (CASES / name).read_text().splitlines()):
-        found = oomproof.explain(case["text"].encode()).to_json()
+        found = oomproof.explain(case["text"].encode()).to_dict()
         for field, expected in case["expected"].items():
             said = list(found[field]) if isinstance(found[field], tuple) else found[field]
             if field == "requested_bytes" and expected is not None:
@@ -169,7 +169,7 @@ def test_a_failure_that_was_survived_is_none() -> None:
     went_on = "".join(f"step {step} loss 0.5\n" for step in range(5))
     found = oomproof.explain(torch_text() + went_on)
     assert not found.is_memory
-    assert "survived" in found.summary
+    assert "training went on" in found.summary
 
 
 def test_a_failure_after_one_that_was_survived_counts() -> None:

@@ -43,8 +43,8 @@ def test_good_budgets(budget: int | str | None, expected: int | None) -> None:
         (0, "positive"),
         ("0MB", "positive"),
         (-1, "positive"),
-        (8 * GIB + 1, "at most what the device has, 8.0 GiB"),
-        ("9GiB", "at most what the device has, 8.0 GiB"),
+        (8 * GIB + 1, "at most the device's memory, 8.0 GiB"),
+        ("9GiB", "at most the device's memory, 8.0 GiB"),
         ("150%", "between 0% and 100%"),
         ("0%", "between 0% and 100%"),
     ],
@@ -62,7 +62,7 @@ def test_other_types_are_refused(budget: Any) -> None:
 
 
 def test_a_share_needs_a_device_that_tells_its_size() -> None:
-    with pytest.raises(ValueError, match="does not tell how much"):
+    with pytest.raises(ValueError, match="of this device is unknown"):
         parse_budget("90%", None)
 
 

@@ -115,7 +115,7 @@ def train(name: str, batch_size: int, folder: pathlib.Path) -> None:
         "accuracy": history.history["accuracy"][-1] if history else None,
         "peak": peak(),
         "seconds": seconds,
-        "run": run.to_json() if run else None,
+        "run": run.to_dict() if run else None,
     }
     np.savez(folder / f"{name}.npz", *model.get_weights())
     # Renamed when complete: the parent may look at any moment.

@@ -1,6 +1,6 @@
 """What there is to know of a machine: devices, who holds them, settings, versions, host memory and its limits.
 
-Where it is read from can be handed in, so that tests can describe any machine.
+Where control groups, devices and settings are read from can be handed in, so that tests can describe any machine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import psutil
 
 from oomproof._machine import host
 
@@ -103,21 +105,21 @@ def this_machine(
     """What there is to know here.
 
     Args:
-        root: Where /proc, /sys and /dev are.
+        root: Where control groups and devices are read from.
         environment: Environment variables; this process's own by default.
         nvml: A module like pynvml; the real one by default.
     """
     cards, driver = _cards(nvml)
-    memory = host.meminfo(root)
+    memory, available = host.machine_memory()
     limit, used = host.cgroup_limits(root)
     return Machine(
         cards=cards,
         driver=driver,
         environment=dict(os.environ) if environment is None else environment,
         packages=_installed(),
-        memory=memory.get("MemTotal"),
-        available=memory.get("MemAvailable"),
-        swap=memory.get("SwapTotal"),
+        memory=memory,
+        available=available,
+        swap=host.swap(),
         cgroup_limit=limit,
         cgroup_used=used,
         shm=_space(root / "dev/shm"),
@@ -164,8 +166,8 @@ def _text(text: str | bytes) -> str:
 
 def _process_name(pid: int) -> str:
     try:
-        return pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
+        return psutil.Process(pid).name()
+    except (OSError, psutil.Error):
         return ""
 
 

@@ -15,21 +15,21 @@ from oomproof._records.diagnosis import Diagnosis
 def explain(
     error: BaseException | str | bytes | os.PathLike[str] | IO[str] | IO[bytes] | Iterable[str], *, model: Any = None
 ) -> Diagnosis:
-    """Says why training failed: was it memory, which, how much was asked for and by what, and what to do.
+    """Explains why training failed: whether memory ran out, which, what requested how much, and what to do.
 
-    Nothing is run and no framework is loaded; only the text is looked at.
+    Reads text only. Nothing runs, and no framework is loaded.
 
     Args:
-        error: An exception (the ones it came from count too), the text of a log, a path, an open file, or lines.
-        model: The Keras model, so that `layer` is one of its layers.
+        error: An exception (with its causes), the text of a log, a path, an open file, or lines.
+        model: The Keras model, to name one of its layers.
 
     Returns:
         A `Diagnosis`. Print it, or read its fields.
 
     Raises:
         OSError: The path cannot be read.
-        ValueError: A string that is the name of a file. Give `pathlib.Path(name)`.
-        TypeError: For anything else.
+        ValueError: A string that names a file. Pass `pathlib.Path(name)`.
+        TypeError: Anything else.
 
     Example:
 

@@ -12,11 +12,11 @@ from oomproof._records.units import DTYPE_BYTES, format_bytes
 
 _GUARD = "oomproof.guard(model)  # runs each batch in pieces that fit; batch size and result stay the same"
 _HALF = 'keras.mixed_precision.set_global_policy("mixed_bfloat16")  # activations take about half'
-_WHO = "nvidia-smi --query-compute-apps=pid,used_memory,process_name --format=csv  # who holds the card"
+_WHO = "nvidia-smi --query-compute-apps=pid,used_memory,process_name --format=csv  # processes on the card"
 # A first dimension beyond this is hardly a batch.
 _LARGEST_BATCH = 8192
-_ESTIMATE = "print(oomproof.estimate(model, batch_size))  # which layers take it, before anything runs"
-_PLAN = "print(oomproof.plan(model, batch_size))  # what would fit, and what each way costs"
+_ESTIMATE = "print(oomproof.estimate(model, batch_size))  # memory by layer, before anything runs"
+_PLAN = "print(oomproof.plan(model, batch_size))  # ways to fit, and what each costs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ def fixes_for(facts: Facts) -> tuple[str, ...]:
     if facts.cause == "not-memory":
         return _NOT_MEMORY.get(facts.topic, ())
     if facts.cause == "unknown" and facts.memory == "other":
-        return ("model.compile(..., jit_compile=False)  # the kernel asks for more on-chip memory than there is",)
+        return ("model.compile(..., jit_compile=False)  # the kernel needs more on-chip memory than there is",)
     return _BY_CAUSE[facts.cause](facts)
 
 
@@ -55,7 +55,7 @@ def _pieces(facts: Facts) -> str:
     pieces = 2
     while pieces * free < facts.requested:
         pieces *= 2
-    why = f"{format_bytes(facts.requested)} asked, {format_bytes(free)} free: {pieces} pieces"
+    why = f"{format_bytes(facts.requested)} requested, {format_bytes(free)} free: {pieces} pieces"
     batch = facts.shape[0] if facts.shape else 0
     if pieces <= batch <= _LARGEST_BATCH:
         return (
@@ -68,9 +68,9 @@ def _pieces(facts: Facts) -> str:
 def _steady(facts: Facts) -> tuple[str, ...]:
     found = [_pieces(facts), _PLAN, _HALF]
     if facts.raised_by == "torch":
-        found.append(_conf("memory in pieces of any size"))
+        found.append(_conf("blocks that can grow"))
     if facts.raised_by in ("jax", "xla"):
-        found.append("XLA_PYTHON_CLIENT_MEM_FRACTION=.92 python train.py  # with JAX: 75 % of the card by default")
+        found.append("XLA_PYTHON_CLIENT_MEM_FRACTION=.92 python train.py  # JAX uses 75 % of the card by default")
     return tuple(found)
 
 
@@ -88,7 +88,7 @@ def _too_big(facts: Facts) -> tuple[str, ...]:
 def _fragmentation(facts: Facts) -> tuple[str, ...]:
     if facts.raised_by == "torch":
         unused = facts.numbers.get("unallocated")
-        why = "lets blocks grow" + ("" if unused is None else f": {format_bytes(unused)} are reserved but in pieces")
+        why = "lets blocks grow" + ("" if unused is None else f": {format_bytes(unused)} are reserved but fragmented")
         return _conf(why), "torch.cuda.empty_cache()  # between phases whose sizes differ", _GUARD
     if facts.raised_by in ("jax", "xla"):
         first = "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async python train.py  # the driver's own pool"
@@ -96,7 +96,7 @@ def _fragmentation(facts: Facts) -> tuple[str, ...]:
         first = "TF_GPU_ALLOCATOR=cuda_malloc_async python train.py  # the driver's own pool"
     return (
         first,
-        "dataset.padded_batch(batch_size, padded_shapes=..., drop_remainder=True)  # shapes that do not vary",
+        "dataset.padded_batch(batch_size, padded_shapes=..., drop_remainder=True)  # constant shapes",
         _GUARD,
     )
 
@@ -106,7 +106,7 @@ def _held(facts: Facts) -> tuple[str, ...]:
         f"ps -fp {pid}  # holds {format_bytes(size)}; stop it if it is yours"
         for pid, size in sorted(facts.others.items(), key=lambda item: -item[1])[:2]
     ]
-    found += [_WHO, "CUDA_VISIBLE_DEVICES=1 python train.py  # another card, where there is one"]
+    found += [_WHO, "CUDA_VISIBLE_DEVICES=1 python train.py  # another card, if there is one"]
     if facts.raised_by in ("jax", "xla"):
         found.append("XLA_PYTHON_CLIENT_PREALLOCATE=false python train.py  # do not take 75 % of the card at once")
     elif facts.raised_by != "torch":
@@ -120,7 +120,7 @@ def _leak(facts: Facts) -> tuple[str, ...]:
         return (
             keep,
             "python -X tracemalloc=10 train.py  # then tracemalloc.take_snapshot() shows what grows",
-            "dataset.shuffle(1000)  # a smaller buffer; and no .cache() of what does not fit",
+            "dataset.shuffle(1000)  # a smaller buffer, and no .cache() of data that does not fit",
         )
     if facts.raised_by == "torch":
         more = "print(torch.cuda.memory_summary())  # every few hundred steps: what grows?"
@@ -132,7 +132,7 @@ def _leak(facts: Facts) -> tuple[str, ...]:
         keep,
         "keras.backend.clear_session()  # between models that are built in a loop",
         more,
-        f"{_GUARD}, while you look",
+        "oomproof.guard(model)  # runs batches in pieces that fit while you look for the leak",
     )
 
 
@@ -152,7 +152,7 @@ def _host(facts: Facts) -> tuple[str, ...]:
         half = format_bytes(facts.requested * DTYPE_BYTES["float32"] / DTYPE_BYTES["float64"])
         found.append(f'array.astype("float32")  # or read it as float32: {half} instead')
     if facts.raised_by == "dataloader":
-        found.append("DataLoader(..., num_workers=2)  # each worker has a copy of what the dataset holds")
+        found.append("DataLoader(..., num_workers=2)  # each worker has a copy of the dataset")
     found += [
         'np.load("data.npy", mmap_mode="r")  # or a keras.utils.PyDataset: read what a batch needs, not everything',
         "dataset.shuffle(1000).prefetch(2)  # shuffle and prefetch buffers hold whole samples",
@@ -163,19 +163,19 @@ def _host(facts: Facts) -> tuple[str, ...]:
             "cat /sys/fs/cgroup/memory.max  # the container's limit; docker run --memory=64g, or Slurm's --mem=64G",
         ]
     else:
-        found.append("free -h  # how much there is; oomproof doctor shows limits of containers too")
+        found.append("free -h  # free memory; oomproof doctor also shows container limits")
     return tuple(found)
 
 
 def _shm(facts: Facts) -> tuple[str, ...]:
     size = "8g"
     return (
-        f"docker run --shm-size={size} ...  # the default of a container is 64 MB; or --ipc=host",
+        f"docker run --shm-size={size} ...  # containers default to 64 MB; or --ipc=host",
         f"mount -o remount,size={size.upper()} /dev/shm  # outside of containers, as root",
         "NCCL_SHM_DISABLE=1 torchrun train.py  # slower, without shared memory"
         if facts.raised_by == "nccl"
         else "DataLoader(..., num_workers=0)  # no workers, no shared memory",
-        "df -h /dev/shm  # what is there, and what earlier runs left behind",
+        "df -h /dev/shm  # how full it is; earlier runs may have left files",
     )
 
 
@@ -198,13 +198,13 @@ _NOT_MEMORY = {
     "disk": ("df -h . /tmp  # which disk is full; df -i for the number of files", "TMPDIR=/elsewhere python train.py"),
     "files": (
         "ulimit -n 65536  # more open files",
-        'torch.multiprocessing.set_sharing_strategy("file_system")  # where workers of torch hold them',
+        'torch.multiprocessing.set_sharing_strategy("file_system")  # if torch workers hold them',
     ),
     "illegal": (
-        "CUDA_LAUNCH_BLOCKING=1 python train.py  # the line that is shown is then the one that failed",
-        "compute-sanitizer python train.py  # finds the access",
+        "CUDA_LAUNCH_BLOCKING=1 python train.py  # the traceback then shows the line that failed",
+        "compute-sanitizer python train.py  # finds the invalid access",
     ),
-    "grpc": ('options=[("grpc.max_receive_message_length", -1)]  # of grpc.insecure_channel and the server',),
+    "grpc": ('options=[("grpc.max_receive_message_length", -1)]  # for grpc.insecure_channel and the server',),
     "nccl": ("NCCL_DEBUG=INFO torchrun train.py  # which rank failed first, and why",),
     "processes": ("ulimit -u  # processes and threads of this user",),
     "harmless": (),

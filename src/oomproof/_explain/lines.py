@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 _BLOCK = 1 << 18
-# No line is looked at in stretches longer than this, so that no pattern meets more.
+# No part of a line that is looked at is longer than this, so that no pattern meets more.
 WIDTH = 4096
 _OVERLAP = 400
 _EVIDENCE = 240
@@ -100,7 +100,7 @@ def without_escapes(block: bytes) -> bytes:
 
 
 def line_around(block: bytes, at: int) -> tuple[int, int]:
-    """(start, stop) of the line that a byte is in, or of a stretch of it where it is long.
+    """(start, stop) of the line that a byte is in, or of a part of it where it is long.
 
     Progress bars return to the start of a line, so that counts as an end too.
     """

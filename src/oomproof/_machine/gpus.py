@@ -109,11 +109,11 @@ def find(name: str) -> Gpu:
     if len(sizes) == 1:
         return sizes[0]
     if sizes:
-        raise ValueError(f"There are several cards {name!r}: {_listed(gpu.name for gpu in sizes)}. Name one of them.")
+        raise ValueError(f"Several cards are called {name!r}: {_listed(gpu.name for gpu in sizes)}. Name one of them.")
     near = difflib.get_close_matches(wanted, by_plain, n=4, cutoff=0.6)
     hint = f"Near matches: {_listed(by_plain[match].name for match in near)}. " if near else ""
     raise ValueError(
-        f"There is no GPU {name!r} in the catalogue. {hint}`oomproof gpus` lists all; for another card give its "
+        f"There is no GPU {name!r} in the catalogue. {hint}`oomproof gpus` lists all. For another card, give its "
         'memory, such as memory="24GiB" (--memory 24GiB).'
     )
 

@@ -1,75 +1,115 @@
-"""Memory of this machine and of this process, as far as the kernel tells. A control group is a machine.
-
-Where it is read from can be handed in, so that tests can describe any machine.
-"""
+"""Memory of this machine and of this process. A control group counts as a machine."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import pathlib
-import re
+
+import psutil
 
 _ROOT = pathlib.Path("/")
 
 
-def total(root: pathlib.Path = _ROOT) -> int | None:
+def total() -> int | None:
     """Bytes of RAM that this process and its kin may use; `None` where that cannot be read."""
-    machine, limit = meminfo(root).get("MemTotal"), cgroup_limits(root)[0]
-    known = [size for size in (machine, limit) if size is not None]
-    return min(known, default=None)
+    machine, limit = machine_memory()[0], cgroup_limits()[0]
+    return min((size for size in (machine, limit) if size is not None), default=None)
 
 
-def available(root: pathlib.Path = _ROOT) -> int | None:
+def available() -> int | None:
     """Bytes of RAM that can still be taken without swapping; `None` where that cannot be read."""
-    machine = meminfo(root).get("MemAvailable")
-    limit, used = cgroup_limits(root)
+    machine = machine_memory()[1]
+    limit, used = cgroup_limits()
     inside = None if limit is None or used is None else max(0, limit - used)
-    known = [size for size in (machine, inside) if size is not None]
-    return min(known, default=None)
+    return min((size for size in (machine, inside) if size is not None), default=None)
 
 
-def resident(root: pathlib.Path = _ROOT, pid: int | None = None) -> int | None:
+def resident(pid: int | None = None) -> int | None:
     """Bytes of RAM that this process and the processes it started hold; `None` where that cannot be read.
 
-    Pages that they share (what a forked worker has not written to) count once, where the kernel says so.
+    Pages that they share (what a forked worker has not written to) count once, where the system says so.
     """
-    family = _family(root, os.getpid() if pid is None else pid)
+    try:
+        family = _family(os.getpid() if pid is None else pid)
+    except (OSError, psutil.Error):
+        return None
     # What one process shares with strangers (libraries) it holds all the same; what kin share is held once.
-    names = ("VmRSS",) if len(family) == 1 else ("Pss", "VmRSS")
-    found = [_held(root / "proc" / str(each), names) for each in family]
-    known = [size for size in found if size is not None]
+    held = [_held(each, shared_once=len(family) > 1) for each in family]
+    known = [size for size in held if size is not None]
     return sum(known) if known else None
 
 
-_FILES = {"Pss": "smaps_rollup", "VmRSS": "status"}
+def machine_memory() -> tuple[int | None, int | None]:
+    """(RAM, what can still be taken of it) of the machine, whatever control group this is."""
+    try:
+        memory = psutil.virtual_memory()
+    except (OSError, psutil.Error):
+        return None, None
+    return memory.total, memory.available
 
 
-def _held(folder: pathlib.Path, names: tuple[str, ...]) -> int | None:
-    for name in names:
-        for line in lines(folder / _FILES[name]):
-            if found := re.match(rf"{name}:\s+(\d+) kB", line):
-                return int(found[1]) * 1024
-    return None
+def swap() -> int | None:
+    """Bytes of swap; `None` where that cannot be read."""
+    try:
+        return psutil.swap_memory().total
+    except (OSError, psutil.Error):
+        return None
 
 
-def _family(root: pathlib.Path, pid: int) -> list[int]:
+def _held(pid: int, shared_once: bool) -> int | None:
+    try:
+        process = _process(pid)
+        return (_proportional(process) if shared_once else 0) or process.memory_info().rss
+    except (OSError, psutil.Error):
+        return None  # It has ended.
+
+
+def _proportional(process: psutil.Process) -> int:
+    """Bytes with a part of each page that is shared; 0 where the system does not say."""
+    try:
+        return int(getattr(process.memory_full_info(), "pss", 0))
+    except (OSError, psutil.Error):
+        return 0
+
+
+# Making one takes longer than asking it.
+_process = functools.lru_cache(maxsize=64)(psutil.Process)
+
+
+def _family(pid: int) -> list[int]:
     """This process and all that it started, directly or not."""
+    if not _kernel_lists_children():
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     family = [pid]
     for each in family:
-        for tasks in sorted((root / "proc" / str(each) / "task").glob("*/children")):
-            family += [int(child) for line in lines(tasks) for child in line.split()]
+        family += _children(each)
     return family
 
 
-def meminfo(root: pathlib.Path = _ROOT) -> dict[str, int]:
-    """{name: bytes} of what /proc/meminfo says."""
-    text = "\n".join(lines(root / "proc/meminfo"))
-    return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB", text, flags=re.MULTILINE)}
+@functools.cache
+def _kernel_lists_children() -> bool:
+    return os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that a process started, by the kernel's own list.
+
+    psutil would look at every process of the machine. That takes a hundred times as long, and this runs in training.
+    """
+    found: list[int] = []
+    # Threads and processes may end while they are looked at.
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                found += map(int, file.read().split())
+    return found
 
 
 def cgroup_limits(root: pathlib.Path = _ROOT) -> tuple[int | None, int | None]:
     """(limit, use) of the control groups this process is in, of version 2 or 1; the tightest limit counts."""
-    groups = lines(root / "proc/self/cgroup")
+    groups = _lines(root / "proc/self/cgroup")
     found: list[tuple[int, int | None]] = []
     for line in groups or ["0::/"]:
         _, _, rest = line.partition(":")
@@ -92,7 +132,7 @@ def cgroup_limits(root: pathlib.Path = _ROOT) -> tuple[int | None, int | None]:
     return min(found, default=(None, None), key=lambda each: each[0] or 0)
 
 
-def lines(path: pathlib.Path) -> list[str]:
+def _lines(path: pathlib.Path) -> list[str]:
     """The lines of a file; none where it cannot be read."""
     try:
         return path.read_text().splitlines()
@@ -101,5 +141,5 @@ def lines(path: pathlib.Path) -> list[str]:
 
 
 def _number(path: pathlib.Path) -> int | None:
-    found = lines(path)
+    found = _lines(path)
     return int(found[0]) if found and found[0].strip().isdecimal() else None

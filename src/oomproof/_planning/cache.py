@@ -69,7 +69,7 @@ def recall(name: str) -> Plan | None:
 
 
 def remember(name: str, plan: Plan) -> None:
-    write(folder() / f"{name}.json", plan.to_json())
+    write(folder() / f"{name}.json", plan.to_dict())
 
 
 def write(path: pathlib.Path, data: dict[str, Any]) -> None:

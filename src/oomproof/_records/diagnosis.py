@@ -1,10 +1,11 @@
-"""What `explain` and `doctor` answer with. Like all records they print themselves and go to and from JSON."""
+"""What `explain` and `doctor` return."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
+from oomproof._records.record import Record
 from oomproof._records.units import format_bytes
 
 Memory = Literal["device", "host", "shm", "other", "none"]
@@ -26,18 +27,18 @@ _MEMORY = {
     "device": "device memory",
     "host": "host memory (RAM)",
     "shm": "shared memory (/dev/shm)",
-    "other": "another memory",
-    "none": "no memory failure",
+    "other": "other memory",
+    "none": "not a memory failure",
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
-    """A line that a diagnosis rests on.
+class Evidence(Record):
+    """A line of the log that supports a diagnosis.
 
     Attributes:
-        line: Its number in the log, counted from 1.
-        text: The line without control characters, shortened.
+        line: Line number, counted from 1.
+        text: The line, shortened and without control characters.
     """
 
     line: int
@@ -45,25 +46,25 @@ class Evidence:
 
 
 @dataclasses.dataclass(frozen=True)
-class Diagnosis:
-    """Why something failed, as far as its text tells.
+class Diagnosis(Record):
+    """Why training failed, as far as the log tells.
 
     Attributes:
         is_memory: Whether memory ran out.
         memory: Which one: `"device"`, `"host"`, `"shm"`, `"other"` or `"none"`.
         raised_by: `"tensorflow"`, `"xla"`, `"jax"`, `"torch"`, `"cudnn"`, `"cublas"`, `"nccl"`, `"kernel"`, `"python"`,
             `"dataloader"` or `"other"`.
-        requested_bytes: What was asked for when it failed, where that is said or follows from shape and dtype.
-        tensor_shape: Shape of what was asked for, where it is said.
-        dtype: Its dtype, in NumPy's words.
-        op: The operation that asked, as the framework names it.
-        layer: The layer that operation belongs to.
+        requested_bytes: Bytes of the request that failed, where the log states them or a shape and a dtype.
+        tensor_shape: Shape of the requested tensor, where the log states it.
+        dtype: Its dtype, by NumPy's name.
+        op: The operation that requested it, by the framework's name.
+        layer: The layer of that operation.
         cause: The kind of cause.
-        confidence: How sure the cause is, between 0 and 1.
-        summary: All of it in a sentence.
-        numbers: Bytes that were said: `free`, `total`, `in_use`, `held_elsewhere` and others.
-        evidence: The lines it rests on.
-        fixes: What to do, most effective first; each a line of code or a command.
+        confidence: Confidence in the cause, between 0 and 1.
+        summary: The diagnosis in one sentence.
+        numbers: Bytes that the log states: `free`, `total`, `in_use`, `held_elsewhere` and others.
+        evidence: The lines that support it.
+        fixes: What to do, most effective first. Each is a line of code or a command.
     """
 
     is_memory: bool
@@ -81,25 +82,10 @@ class Diagnosis:
     evidence: tuple[Evidence, ...] = ()
     fixes: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Diagnosis:
-        shape = data["tensor_shape"]
-        return cls(
-            **{
-                **data,
-                "tensor_shape": None if shape is None else tuple(shape),
-                "evidence": tuple(Evidence(**each) for each in data["evidence"]),
-                "fixes": tuple(data["fixes"]),
-            }
-        )
-
     def __str__(self) -> str:
         rows = [("memory", f"{_MEMORY[self.memory]}, reported by {self.raised_by}")]
         if self.requested_bytes is not None:
-            rows.append(("asked for", f"{format_bytes(self.requested_bytes)} ({self.requested_bytes} bytes)"))
+            rows.append(("requested", f"{format_bytes(self.requested_bytes)} ({self.requested_bytes} bytes)"))
         if self.tensor_shape is not None:
             rows.append(("tensor", f"{self.tensor_shape} {self.dtype or ''}".rstrip()))
         rows += [("op", self.op)] if self.op else []
@@ -108,7 +94,7 @@ class Diagnosis:
         rows.append(("cause", f"{self.cause} ({self.confidence:.0%} sure)"))
         width = max(len(name) for name, _ in rows)
         lines = [self.summary, *(f"  {name:<{width}}  {text}" for name, text in rows)]
-        lines += ["  rests on"] * bool(self.evidence)
+        lines += ["  evidence"] * bool(self.evidence)
         lines += [f"    line {each.line}: {each.text}" for each in self.evidence]
         lines += ["  what to do"] * bool(self.fixes)
         lines += [f"    {number}. {fix}" for number, fix in enumerate(self.fixes, start=1)]
@@ -116,7 +102,7 @@ class Diagnosis:
 
 
 def short_of(needed: int, has: int, summary: str, *fixes: str) -> Diagnosis:
-    """The diagnosis of what was refused before it ran: steady exhaustion, by the numbers."""
+    """The diagnosis of a step that was refused before it ran because it needs more than there is."""
     return Diagnosis(
         is_memory=True,
         memory="device",
@@ -135,14 +121,14 @@ def short_of(needed: int, has: int, summary: str, *fixes: str) -> Diagnosis:
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
-    """One thing that `doctor` looked at.
+class Finding(Record):
+    """One result of `doctor`.
 
     Attributes:
         severity: `"ok"`, `"note"`, `"warning"` or `"problem"`.
-        topic: What was looked at.
+        topic: What was checked.
         text: What was found.
-        fix: What to do about it; empty where there is nothing to do.
+        fix: What to do about it; empty where nothing is to be done.
     """
 
     severity: Severity
@@ -152,27 +138,22 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkup:
-    """What `doctor` found.
+class Checkup(Record):
+    """The results of `doctor`.
 
     Attributes:
-        findings: In the order they were looked at.
+        findings: In the order of the checks.
     """
 
     findings: tuple[Finding, ...]
 
+    _derived: ClassVar = ("worst",)
+
     @property
     def worst(self) -> Severity:
-        """The gravest severity of all."""
+        """The worst severity among the findings."""
         order: tuple[Severity, ...] = ("ok", "note", "warning", "problem")
         return max((each.severity for each in self.findings), key=order.index, default="ok")
-
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "worst": self.worst}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Checkup:
-        return cls(tuple(Finding(**each) for each in data["findings"]))
 
     def __str__(self) -> str:
         topics = max((len(each.topic) for each in self.findings), default=0)
@@ -183,4 +164,4 @@ class Checkup:
                 lines.append(f"{'':<7}  {'':<{topics}}  → {each.fix}")
         counts = {word: sum(each.severity == word for each in self.findings) for word in ("problem", "warning", "note")}
         found = ", ".join(f"{count} {word}{'s' * (count > 1)}" for word, count in counts.items() if count)
-        return "\n".join([*lines, found or "nothing to put right"])
+        return "\n".join([*lines, found or "no problems found"])

@@ -1,17 +1,18 @@
-"""How much memory a step takes, before it is run."""
+"""How much memory a step takes, before it runs."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import ClassVar
 
+from oomproof._records.record import Record
 from oomproof._records.run import Phase
 from oomproof._records.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
-    """How much memory a step takes, before it is run.
+class Estimate(Record):
+    """How much memory a step takes, before it runs.
 
     Attributes:
         model: Name of the model.
@@ -20,22 +21,23 @@ class Estimate:
         phase: `"train"`, `"test"` or `"predict"`.
         precision: The dtype policy it was estimated for.
         batch_size: Samples in a batch.
-        micro_batch_size: Largest piece of a batch, or `None` for whole batches.
-        engine: How it was found out: `"trace"`, `"compile"` or `"probe"`.
-        low: Bytes at the peak, at least.
-        expected: Bytes at the peak, as the framework's allocator will report them.
-        high: Bytes at the peak, at most.
-        confidence: In what share of cases the real peak was not above `high` when that was measured, or `None` where
-            it has not been measured.
-        gpu: The card it was estimated for, or `None`.
-        limit: Bytes the framework can use on that card, or `None` without one.
-        driver: Bytes nvidia-smi will show for the process, context included; `None` without a card.
-        by_category: Bytes at the peak by what they are for, largest first.
-        by_layer: (path of the layer, bytes at the peak), largest first; an empty path for what is no layer's.
-        peak_at: The moment of the peak, such as `"backward of block_2/conv"`.
+        micro_batch_size: Samples in the largest piece of a batch, or `None` for whole batches.
+        engine: How it was estimated: `"trace"`, `"compile"` or `"probe"`.
+        low: Lower bound of the peak, in bytes.
+        expected: Expected peak in bytes, as the framework's allocator reports it.
+        high: Upper bound of the peak, in bytes.
+        confidence: Share of measured cases in which the real peak was at most `high`, or `None` where nothing was
+            measured.
+        gpu: The card of the estimate, or `None`.
+        limit: Bytes the framework can use on that card, or `None` without a card.
+        driver: Bytes that nvidia-smi will show for the process, including its CUDA context; `None` without a card.
+        by_category: Bytes at the peak by purpose, largest first.
+        by_layer: (path of the layer, bytes at the peak), largest first. The path is empty for memory of no layer: the
+            batch, workspaces and rounding.
+        peak_at: The moment of the peak, such as `"backward pass of block_2/conv"`.
         timeline: Bytes in use over the step, at most 500 points.
         seconds: Time the estimate took.
-        notes: What to know about these figures, in words.
+        notes: What to know about these figures.
     """
 
     model: str
@@ -60,26 +62,17 @@ class Estimate:
     seconds: float
     notes: tuple[str, ...] = ()
 
+    _derived: ClassVar = ("fits", "framework")
+
     @property
     def fits(self) -> bool | None:
-        """Whether it fits even if the peak is as high as it may be; `None` where there is nothing to compare with."""
+        """Whether even `high` is within the limit; `None` without a limit."""
         return None if self.limit is None else self.high <= self.limit
 
     @property
     def framework(self) -> int | None:
-        """Bytes of the process beside the peak: what the framework takes ahead or keeps, and CUDA's context."""
+        """Bytes of the process outside the peak: what the framework preallocates or keeps, and the CUDA context."""
         return None if self.driver is None else max(0, self.driver - self.expected)
-
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "fits": self.fits, "framework": self.framework}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Estimate:
-        fields = {key: value for key, value in data.items() if key not in ("fits", "framework")}
-        by_layer = tuple((path, size) for path, size in data["by_layer"])
-        return cls(
-            **{**fields, "by_layer": by_layer, "timeline": tuple(data["timeline"]), "notes": tuple(data["notes"])}
-        )
 
     def __str__(self) -> str:
         pieces = "" if self.micro_batch_size is None else f" in pieces of {self.micro_batch_size}"
@@ -97,25 +90,25 @@ class Estimate:
             lines.append(f"  driver  {format_bytes(self.driver):>9}  {shown}")
         if self.limit is not None:
             lines += self._verdict()
-        lines.append(f"  most in the {self.peak_at}; engine {self.engine}, {self.seconds:.1f} s")
+        lines.append(f"  peak during the {self.peak_at}; engine {self.engine}, {self.seconds:.1f} s")
         layers = [(path or "(no layer)", size) for path, size in self.by_layer[:10]]
         others = sum(size for _, size in self.by_layer[10:])
         layers += [(f"{len(self.by_layer) - 10} others", others)] if others else []
         lines += ["  by category", *_sizes(list(self.by_category.items()), self.expected)]
         if self.framework is not None:
-            lines.append(f"    beside the peak: {format_bytes(self.framework)} framework and CUDA's context")
+            lines.append(f"    outside the peak: {format_bytes(self.framework)} for the framework and the CUDA context")
         lines += ["  by layer", *_sizes(layers, self.expected)]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
     def _verdict(self) -> list[str]:
         assert self.limit is not None
         if self.fits:
-            return [f"  fits, {format_bytes(self.limit - self.high)} to spare"]
+            return [f"  fits with {format_bytes(self.limit - self.high)} to spare"]
         plan = "oomproof plan, or " if self.phase == "train" else ""
         what_to_do = f"  try {plan}oomproof max-batch-size for a batch that fits"
         if self.low > self.limit:
-            return [f"  does not fit, at least {format_bytes(self.low - self.limit)} too much", what_to_do]
-        return [f"  may not fit, up to {format_bytes(self.high - self.limit)} too much", what_to_do]
+            return [f"  does not fit: at least {format_bytes(self.low - self.limit)} over the limit", what_to_do]
+        return [f"  may not fit: up to {format_bytes(self.high - self.limit)} over the limit", what_to_do]
 
 
 _NAME = 59

@@ -1,26 +1,28 @@
-"""Is training in pieces, or with parts computed twice, the training that was asked for? Three words for it.
+"""Is training in pieces, or with recomputed segments, the same as plain training? There are three answers.
 
-*exact* is said where it was seen: see `oomproof._backends.common.proof`.
+*exact* is only said where it was proven: see `oomproof._backends.common.proof`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
+
+from oomproof._records.record import Record
 
 Word = Literal["exact", "exact but for random numbers", "not exact"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Exactness:
+class Exactness(Record):
     """How a run relates to the same run on a device with unlimited memory.
 
     Attributes:
-        word: `"exact"`: proven here, on this model and its data, up to rounding. `"exact but for random numbers"`:
-            likewise, but pieces draw other random numbers than the whole batch. `"not exact"`: it is not, or that could
-            not be proven.
-        why: What makes it so, in words; empty when exact.
+        word: `"exact"`: the same up to rounding, proven on this model and its data. `"exact but for random numbers"`:
+            the same, but pieces draw other random numbers than the whole batch. `"not exact"`: different, or not proven
+            to be the same.
+        why: The reasons; empty when exact.
     """
 
     word: Word = "exact"
@@ -28,15 +30,14 @@ class Exactness:
 
     @property
     def holds(self) -> bool:
-        """Whether it is exact, at least but for random numbers."""
+        """Whether it is exact, or exact but for random numbers."""
         return self.word != "not exact"
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Exactness:
-        return cls(data["word"], tuple(data["why"]))
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Makes a record of what `to_dict` returned."""
+        # Nothing is exact because nothing is said of it.
+        return super().from_dict({"word": data["word"], **data})
 
     def __str__(self) -> str:
         if not self.why:

@@ -1,27 +1,24 @@
-"""How a batch is run, and what else was looked at."""
+"""How a batch is run, and which other ways were considered."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import pathlib
-from typing import Any
 
 from oomproof._records.exactness import Exactness
+from oomproof._records.record import Record
 from oomproof._records.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Alternative:
-    """A way to run a batch that was looked at.
+class Alternative(Record):
+    """A way to run a batch that was considered.
 
     Attributes:
         name: The levers it uses, such as `"4 × 256, recomputing 3 of 9"`.
-        predicted: Bytes at the peak, or `None` when that is not known.
-        relative_time: Time of a step, as a multiple of the plain one.
-        exact: Whether the outcome is that of the plain step, up to rounding; `None` where that has to be proven.
-        taken: Whether it is the plan.
+        predicted: Bytes at the peak, or `None` where unknown.
+        relative_time: Time of a step, as a multiple of the plain step's.
+        exact: Whether the result is that of the plain step, up to rounding; `None` where that is still to be proven.
+        taken: Whether it became the plan.
         why: Why it was taken or not.
     """
 
@@ -34,26 +31,26 @@ class Alternative:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Record):
     """How one logical batch is run.
 
     Attributes:
-        micro_batch_size: No piece of a batch holds more samples than this; `None` runs batches whole.
+        micro_batch_size: Most samples in a piece of a batch; `None` runs batches whole.
         recompute: Segments of the model whose forward pass is computed again in the backward pass instead of being
             kept. Each is the label of a layer, or of the first and the last call of one: `"conv_1..relu_3"`.
-        jit_compile: Compile the step with XLA, or not; `None` leaves it as the model was compiled.
-        precision: Dtype policy to train with; `None` leaves the model's own.
-        lean_commit: Apply the update variable by variable from the host, when the device has no room for the
-            new values beside the old ones. Slower.
-        caveats: What is not exactly the same as on unlimited memory, in words.
-        exactness: What training under this plan was proven to be; `None` where nothing was proven yet.
-        batch_size: The batch it was made for, or `None`.
-        predicted: Bytes at the peak, or `None` when nobody looked.
-        limit: Bytes it was to fit into, or `None`.
-        relative_time: Time of a step, as a multiple of the plain one's, or `None`.
+        jit_compile: Whether to compile the step with XLA; `None` leaves it as the model was compiled.
+        precision: Dtype policy to train with; `None` keeps the model's own.
+        lean_commit: Apply the update variable by variable from the host, where the device has no room for new values
+            next to the old ones. Slower.
+        caveats: How the result differs from training with unlimited memory.
+        exactness: What training with this plan was proven to be; `None` before the proof.
+        batch_size: Samples in the batch it was made for, or `None`.
+        predicted: Bytes at the peak, or `None` where unknown.
+        limit: Bytes it has to fit in, or `None`.
+        relative_time: Time of a step, as a multiple of the plain step's, or `None`.
         segments: Into how many segments the model can be cut.
-        recomputed: How many of these are recomputed. One of `recompute` may be several.
-        alternatives: What else was looked at.
+        recomputed: How many of these are recomputed. One entry of `recompute` may span several.
+        alternatives: The other ways that were considered.
     """
 
     micro_batch_size: int | None = None
@@ -73,12 +70,12 @@ class Plan:
 
     @property
     def changes_model(self) -> bool:
-        """Whether it changes the model, and not just how its batches are run."""
+        """Whether it changes the model itself, and not only how its batches are run."""
         return self.precision is not None or self.jit_compile is not None
 
     @property
     def sentence(self) -> str:
-        """All of it in a line: what is done, and what it was predicted to take."""
+        """The plan in one line: what it does, and what it is predicted to take."""
         parts = [self._cut()]
         if self.recompute and self.segments:
             parts.append(f"recomputing {self.recomputed or len(self.recompute)} of {self.segments} segments")
@@ -127,24 +124,6 @@ class Plan:
         if self.relative_time is not None:
             expected.append(f"about {self.relative_time:.1f}× step time")
         return ", ".join(expected)
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Plan:
-        lists = {name: tuple(data.get(name, ())) for name in ("recompute", "caveats")}
-        alternatives = tuple(Alternative(**each) for each in data.get("alternatives", ()))
-        exactness = None if data.get("exactness") is None else Exactness.from_json(data["exactness"])
-        return cls(**{**data, **lists, "exactness": exactness, "alternatives": alternatives})
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the record as JSON."""
-        pathlib.Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        return cls.from_json(json.loads(pathlib.Path(path).read_text()))
 
 
 def _alternatives(rows: tuple[Alternative, ...]) -> list[str]:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import pathlib
-from typing import Any, Literal
+from typing import Literal
 
 from oomproof._records.exactness import Exactness
 from oomproof._records.plan import Plan
+from oomproof._records.record import Record
 from oomproof._records.units import format_bytes
 
 Phase = Literal["train", "test", "predict"]
-
-
 EventKind = Literal["oom", "shrink", "grow", "commit-oom", "plan", "note"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
+class Device(Record):
     """The memory a framework can use on one device.
 
     Attributes:
         name: The framework's name for it, such as `"GPU:0"`.
-        limit: Bytes its allocator may hand out, or `None` when that cannot be known.
-        measurable: Whether use and peak can be read.
+        limit: Bytes its allocator can hand out, or `None` where that is unknown.
+        measurable: Whether current use and peak can be read.
     """
 
     name: str
@@ -38,19 +34,19 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
-    """Something that happened to a batch because of memory.
+class Event(Record):
+    """Something that memory, or the lack of it, made happen.
 
     Attributes:
-        kind: `"oom"` (a step failed), `"commit-oom"` (the update failed), `"shrink"` (made smaller before it
-            failed), `"grow"`, `"plan"` (the sizes a run starts with) or `"note"`.
+        kind: `"oom"` (a step ran out of memory), `"commit-oom"` (the update did), `"shrink"` (pieces were made smaller
+            before anything failed), `"grow"`, `"plan"` (the sizes that a run starts with) or `"note"`.
         phase: `"train"`, `"test"` or `"predict"`.
         epoch: Epoch, counted from 0, or `None` outside of `fit`.
-        step: Steps of this phase finished before this one.
+        step: Steps of this phase that were finished before.
         batch_size: Samples in the logical batch.
-        before: Largest piece before the event.
-        after: Largest piece after it, or `None` when there was nothing smaller left.
-        needed: Bytes the step that failed would have needed, where known.
+        before: Samples in the largest piece before the event.
+        after: Samples in the largest piece after it, or `None` where no smaller one was left.
+        needed: Bytes that the failed step needed, where known.
         free: Bytes that were free for it, where known.
         seconds: Time lost to the failed attempt.
         message: The line that was logged.
@@ -73,21 +69,21 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run(Record):
     """What happened in one `fit`, `evaluate` or `predict`.
 
     Attributes:
         backend: The Keras backend.
         versions: Versions of oomproof, Keras and the framework.
-        device: Where it ran.
-        budget: The limit that was held, in bytes, or `None`.
-        plan: The plan in force at the end of training.
-        steps: Logical batches finished, by phase.
-        peak: Largest measured use in bytes over the steps that were measured, or `None`.
+        device: The device it ran on.
+        budget: The budget in bytes, or `None`.
+        plan: The plan at the end of training.
+        steps: Finished logical batches, by phase.
+        peak: Largest device memory use that was measured, in bytes, or `None`.
         seconds: Wall time.
         events: What happened, in order.
-        host_peak: Most RAM that this process and those it started were seen to hold between steps, or `None`.
-        exactness: How its training relates to the same training with unlimited memory.
+        host_peak: Largest RAM use of this process and its children that was seen between steps, or `None`.
+        exactness: How the training relates to the same training with unlimited memory.
     """
 
     backend: str
@@ -107,31 +103,8 @@ class Run:
         """How many attempts ran out of memory."""
         return sum(event.kind in ("oom", "commit-oom") for event in self.events)
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Run:
-        return cls(
-            **{
-                **data,
-                "device": Device(**data["device"]),
-                "plan": Plan.from_json(data["plan"]),
-                "events": tuple(Event(**event) for event in data["events"]),
-                "exactness": Exactness.from_json(data.get("exactness") or Exactness().to_json()),
-            }
-        )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the record as JSON."""
-        pathlib.Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Run:
-        return cls.from_json(json.loads(pathlib.Path(path).read_text()))
-
     def __str__(self) -> str:
-        steps = ", ".join(f"{count} {phase}" for phase, count in self.steps.items() if count) or "no"
+        steps = ", ".join(f"{count} {phase}" for phase, count in self.steps.items() if count) or "none"
         lines = [
             f"{self.backend} on {self.device}",
             f"steps: {steps}; {self.seconds:.1f} s",

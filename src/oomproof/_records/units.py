@@ -60,7 +60,7 @@ def parse_budget(budget: int | str | None, device_bytes: int | None) -> int | No
 
     Raises:
         TypeError: For anything but an int, a string or `None`.
-        ValueError: For text that is no size, a size that is not positive or is larger than the device.
+        ValueError: For text that is not a size, and a size that is not positive or larger than the device's.
     """
     if budget is None:
         return None
@@ -74,7 +74,7 @@ def parse_budget(budget: int | str | None, device_bytes: int | None) -> int | No
         raise ValueError(f"Expected `budget` to be positive. Received: budget={budget!r}")
     if device_bytes is not None and size > device_bytes:
         raise ValueError(
-            f"Expected `budget` to be at most what the device has, {format_bytes(device_bytes)}. "
+            f"Expected `budget` to be at most the device's memory, {format_bytes(device_bytes)}. "
             f"Received: budget={budget!r} ({format_bytes(size)}). "
             "Leave `budget` out to use all of it."
         )
@@ -89,8 +89,8 @@ def _parse_size(text: str, device_bytes: int | None) -> int:
             raise ValueError(f"Expected a share of the device between 0% and 100%. Received: budget={text!r}")
         if device_bytes is None:
             raise ValueError(
-                f"A budget of {text!r} is a share of the device's memory, and this device does not tell how much "
-                'it has. Give a size instead, such as "8GiB".'
+                f"A budget of {text!r} is a share of the device's memory, and the memory of this device is unknown. "
+                'Pass a size instead, such as "8GiB".'
             )
         return int(device_bytes * fraction)
     size = _SIZE.fullmatch(lowered)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import ClassVar
 
 from oomproof._records.exactness import Exactness
+from oomproof._records.record import Record
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class Difference(Record):
     """How far the micro-batched gradient of one variable is from the full-batch one."""
 
     variable: str
@@ -18,18 +19,19 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verification:
+class Verification(Record):
     """The outcome of `verify`: is a micro-batched step the same as a full-batch one for this model?
 
     Attributes:
-        exactness: What training in such pieces is, by everything a step writes: weights, slots, statistics, logs.
-        batch_size: Samples compared.
-        micro_batch_size: Largest piece.
+        exactness: What training in such pieces is, judged by everything a step writes: weights, optimizer state,
+            statistics and logs.
+        batch_size: Samples that were compared.
+        micro_batch_size: Samples in the largest piece.
         tolerance: Largest relative difference that counts as rounding.
         loss: Relative difference of the loss.
-        differences: Per variable, largest first.
-        culprits: What breaks exactness, in words; empty where nothing does.
-        notes: What is worth knowing though it breaks nothing.
+        differences: Difference of each variable, largest first.
+        culprits: What breaks exactness; empty where nothing does.
+        notes: What is worth knowing but breaks nothing.
     """
 
     exactness: Exactness
@@ -41,16 +43,15 @@ class Verification:
     culprits: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    _derived: ClassVar = ("exact",)
+
     @property
     def exact(self) -> bool:
-        """Whether pieces give what the whole batch gives, up to rounding; with random layers, also their numbers."""
+        """Whether pieces give the same result as the whole batch, up to rounding and including random numbers."""
         return self.exactness.word == "exact"
 
     def __bool__(self) -> bool:
         return self.exactness.holds
-
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "exact": self.exact}
 
     def __str__(self) -> str:
         verdict = self.exactness if self.exactness.holds else "not exact"
@@ -66,5 +67,5 @@ class Verification:
             for d in self.differences[:10]
         ]
         if len(self.differences) > 10:
-            lines.append(f"  … and {len(self.differences) - 10} variables that differ less")
+            lines.append(f"  … and {len(self.differences) - 10} variables with smaller differences")
         return "\n".join(lines)

@@ -50,7 +50,7 @@ class Proving:
         if found is None:
             found = self._made(data, pieces)
             if key is not None and self._proofs is not None and found.holds:
-                self._proofs.remember(key, {**found.to_json(), "learnt": self._step.learnt})
+                self._proofs.remember(key, {**found.to_dict(), "learnt": self._step.learnt})
         if cut and found.holds:
             # Data that the proof did not see may be of another kind: other masks, losses that were zero.
             found = self._tried(lambda: self._step.look(data, pieces)) or found
@@ -68,7 +68,7 @@ class Proving:
             return None
         try:
             self._step.learnt = known["learnt"]
-            return Exactness.from_json(known)
+            return Exactness(known["word"], tuple(known["why"]))
         except (KeyError, TypeError, ValueError, AttributeError):
             return None  # Not what this version writes: prove it anew.
 

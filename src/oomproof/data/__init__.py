@@ -1,4 +1,4 @@
-"""Data that does not eat the memory: what a pipeline will hold, the same pipeline within a budget, sources that stream.
+"""Data within the memory you have: audit a pipeline, tune it to a budget, or stream data larger than memory.
 
 Each name loads its file when it is first used.
 """

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import ClassVar
 
 from oomproof._records.diagnosis import Finding
+from oomproof._records.record import Record
 from oomproof._records.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class Stage(Record):
     """One stage of a pipeline.
 
     Attributes:
-        name: What it is, such as `"shuffle(10000)"`.
-        bytes: Host memory it adds at the peak, or `None` when that cannot be known.
-        note: How that comes about.
-        element: Bytes of one element that leaves it, or `None` when that cannot be known.
-        count: Elements that leave it in an epoch, or `None` when that cannot be known or has no end.
+        name: The stage, such as `"shuffle(10000)"`.
+        bytes: Host memory it adds at the peak, or `None` where unknown.
+        note: What the memory is for.
+        element: Bytes of one element it produces, or `None` where unknown.
+        count: Elements it produces in an epoch, or `None` where unknown or infinite.
     """
 
     name: str
@@ -29,18 +30,17 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataAudit:
-    """What a data pipeline will hold in memory.
+class DataAudit(Record):
+    """How much memory a data pipeline holds.
 
     Attributes:
         kind: `"tf.data"`, `"arrays"`, `"PyDataset"`, `"DataLoader"` or `"generator"`.
-        stages: In the order data takes. Their bytes sum up to `host_bytes`.
-        host_bytes: RAM held at the peak, when whoever takes the batches is slower than the pipeline. A lower bound
-            where a stage is unknown.
-        device_bytes: What is placed on the device for it at once.
-        bound_bytes: RAM it can grow to where TensorFlow sizes buffers by itself (AUTOTUNE), or `None` without such.
-        available: RAM that was free, or `None` where that cannot be read.
-        findings: What could be better, with what to do.
+        stages: In the order of the data. Their bytes add up to `host_bytes`.
+        host_bytes: RAM at the peak, while training is slower than the pipeline. A lower bound where a stage is unknown.
+        device_bytes: Bytes on the device at a time.
+        bound_bytes: RAM it can grow to where TensorFlow sizes buffers (AUTOTUNE), or `None` where it sizes none.
+        available: RAM that was free, or `None` where unknown.
+        findings: What could be better, and how.
     """
 
     kind: str
@@ -51,20 +51,12 @@ class DataAudit:
     available: int | None = None
     findings: tuple[Finding, ...] = ()
 
+    _derived: ClassVar = ("unknown",)
+
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The stages whose memory cannot be known."""
+        """The stages whose memory is unknown."""
         return tuple(stage.name for stage in self.stages if stage.bytes is None)
-
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "unknown": list(self.unknown)}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> DataAudit:
-        known = {field.name: data[field.name] for field in dataclasses.fields(cls)}
-        known["stages"] = tuple(Stage(**each) for each in data["stages"])
-        known["findings"] = tuple(Finding(**each) for each in data["findings"])
-        return cls(**known)
 
     def __str__(self) -> str:
         rows = [(stage.name, "unknown" if stage.bytes is None else format_bytes(stage.bytes), stage.note)
@@ -74,7 +66,7 @@ class DataAudit:
         lines = [self._sentence()]
         lines += [f"  {name:<{names}}  {size:>{sizes}}  {note}".rstrip() for name, size, note in rows]
         if self.bound_bytes is not None:
-            lines.append(f"  TensorFlow sizes buffers by itself (AUTOTUNE): up to {format_bytes(self.bound_bytes)}")
+            lines.append(f"  TensorFlow sizes some buffers (AUTOTUNE): up to {format_bytes(self.bound_bytes)}")
         for each in self.findings:
             lines.append(f"  {each.severity}: {each.text}")
             lines += [f"    → {each.fix}"] if each.fix else []

@@ -1,4 +1,4 @@
-"""`oomproof.data.audit`: what a data pipeline will hold in memory, before it runs."""
+"""`oomproof.data.audit`: how much memory a data pipeline holds, before it runs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from oomproof.data.audit_record import DataAudit
 
 
 def audit(data: Any, *, batch_size: int | None = None) -> DataAudit:
-    """Says what a data pipeline will hold in memory, stage by stage, and what could be better.
+    """Reports how much memory a data pipeline holds, stage by stage, and what could be better.
 
-    Nothing is trained. A few elements are made where shapes do not tell their size.
+    Nothing is trained. Where shapes do not tell the size of an element, a few are produced.
 
     Args:
-        data: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a torch `DataLoader`, arrays as they are given to `fit`
-            (one, or a tuple, list or dict of them), a Python generator, or a function that returns one of these. From a
-            generator nothing is taken, since it could not be given back; from one that the function made, one batch.
-        batch_size: Samples in a batch, for arrays (32 by default, as in Keras). A `tf.data.Dataset` that is not batched
-            is looked at as if it were batched by this.
+        data: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a torch `DataLoader`, arrays as for `fit` (one, or a
+            tuple, list or dict of them), a Python generator, or a function that returns one of these. A generator is
+            not advanced, since what it yields would be lost; pass a function that returns one to measure a batch.
+        batch_size: Samples in a batch, for arrays (32 by default, as in Keras) and for a `tf.data.Dataset` without
+            batches.
 
     Returns:
-        A `DataAudit`. It prints itself.
+        A `DataAudit`. Print it, or read its fields.
     """
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
         raise ValueError(f"Expected `batch_size` to be a positive int or None. Received: batch_size={batch_size!r}")

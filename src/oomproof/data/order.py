@@ -52,7 +52,7 @@ class Shuffled:
 
 
 class ShuffledBlocks:
-    """For storage that is quick only in stretches: blocks in random order, rows mixed within `mix` blocks at a time.
+    """For storage that is quick only in whole blocks: blocks in random order, rows mixed within `mix` blocks at a time.
 
     Not a full shuffle: rows that are stored close together stay within the same `mix` blocks of an epoch. Which blocks
     those are differs from epoch to epoch.

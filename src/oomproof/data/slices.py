@@ -43,10 +43,10 @@ def feed_in_slices(arguments: dict[str, Any]) -> str | None:
     arguments["x"] = from_arrays(*given, batch_size=batch_size, shuffle=shuffle)
     for name in ("y", "sample_weight", "batch_size", "shuffle"):
         arguments.pop(name, None)
-    order = ", shuffled in an order of its own" if shuffle else ""
+    order = ", shuffled in another order than Keras's" if shuffle else ""
     return (
-        f"fit would hold {format_bytes(copies)} besides the {format_bytes(own)} of your arrays, and the host has "
-        f"{format_bytes(free)} free: they are fed in slices{order}"
+        f"fit would copy your arrays ({format_bytes(own)}) and hold {format_bytes(copies)} more, but the host has "
+        f"{format_bytes(free)} free: feeding them in slices{order}"
     )
 
 

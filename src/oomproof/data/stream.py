@@ -29,7 +29,7 @@ class Source(abc.ABC):
     Attributes:
         count: Number of samples.
         sample_bytes: Bytes of one sample in a batch.
-        block_rows: Rows of each stretch that is read at once, for storage that is not quick by number.
+        block_rows: Rows of each block that is read at once, for storage that is not quick by number.
         workers: Threads that are of use.
         corrupt: What could not be read and was left out, each with the reason.
     """
@@ -60,31 +60,30 @@ class Sequential(abc.ABC):
 
 
 class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
-    """Batches of data that need not fit into memory. Made by `from_files`, `from_arrays` and their like.
+    """Batches of data that need not fit in memory. `from_arrays`, `from_files` and the like return one.
 
-    A `keras.utils.PyDataset`: pass it to `fit`, `evaluate`, `predict`, index it, or iterate over it. Its order is a
-    function of seed and epoch, and `fit(shuffle=...)` has no say in it. Each pass over the data is an epoch of its own;
-    `stream[i]` is batch `i` of the epoch that was begun last.
+    A `keras.utils.PyDataset`: pass it to `fit`, `evaluate` or `predict`, index it, or iterate over it. Its order
+    depends on seed and epoch only; `fit(shuffle=...)` has no effect. Each pass over the data is an epoch, and
+    `stream[i]` is batch `i` of the latest one.
 
     Attributes:
         samples: Number of samples, or `None` for a generator.
         batch_size: Samples in a batch, or `None` for a generator of batches.
-        seed: What the order depends on.
-        state: Where training is, as a small dict for JSON. With `keeper()` among the callbacks of `fit` that is after
-            the last batch that was trained on; without, where the next epoch begins.
+        seed: Seed of the order.
+        state: The position of training, as a small dict for JSON: after the last trained batch if `keeper()` is among
+            the callbacks of `fit`, else at the start of the next epoch.
     """
 
     def __init__(
         self,
         source: Source | Sequential,
-        *,
         batch_size: int | None,
         shuffle: bool = False,
         seed: int | None = None,
         drop_remainder: bool = False,
-        mix_blocks: int = 4,
         workers: int | None = None,
         max_queue_size: int | None = None,
+        mix_blocks: int = 4,
     ) -> None:
         self.source = source
         self.batch_size = batch_size
@@ -108,7 +107,7 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in an epoch; `None` for a generator of unknown length."""
+        """Batches in an epoch, or `None` for a generator of unknown length."""
         if self._sequential:
             return self._sequential.steps
         assert self.samples is not None
@@ -118,7 +117,7 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
 
     def __len__(self) -> int:
         if self.num_batches is None:
-            raise TypeError(f"The length of {self.source} is not known. Pass `steps=` to `from_generator` to give it.")
+            raise TypeError(f"The length of {self.source} is unknown. Pass `steps=` to `from_generator`.")
         return self.num_batches
 
     def __getitem__(self, index: int) -> Batch:
@@ -159,7 +158,7 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
         """A batch of any epoch."""
         if self._indexed is None or self.batch_size is None:
             raise TypeError(
-                f"Batches of {self.source} come one after the other and have no numbers. Iterate over them."
+                f"Batches of {self.source} come one after the other and cannot be indexed. Iterate over them."
             )
         start = batch * self.batch_size
         return self._indexed.read(self._order.samples(epoch, start, start + self.batch_size))
@@ -187,10 +186,10 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
         return {"epoch": epoch, "batch": batch, "seed": self.seed, **self._fingerprint()}
 
     def resume(self, state: Mapping[str, Any]) -> Stream:
-        """Goes on where a state was taken: the next pass begins at its batch, in its order.
+        """Resumes at a saved state: the next pass begins at its batch, in its order.
 
-        The first epoch of the `fit` that follows is the rest of the epoch that was broken off. Keras says then that the
-        input ran out of data, because it expected a whole one.
+        The first epoch of the next `fit` is the rest of the interrupted epoch. Keras then warns that the input ran out
+        of data, because it expects a whole epoch.
 
         Args:
             state: The `state` of a stream over the same data with the same batch size.
@@ -201,9 +200,9 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
         for name, here in self._fingerprint().items():
             if state.get(name) != here:
                 raise ValueError(
-                    "Expected the state of a stream over the same data, read in the same way. "
+                    "Expected the state of a stream over the same data with the same settings. "
                     f"Received: {name}={state.get(name)!r} in the state, {here!r} in this stream of {self.source}. "
-                    "Make the stream as it was, or begin without `resume`."
+                    "Make the stream as before, or start without `resume`."
                 )
         epoch, batch = whole_number(state.get("epoch"), "epoch", 0), whole_number(state.get("batch"), "batch", 0)
         if self.num_batches is not None and batch >= self.num_batches:
@@ -215,8 +214,10 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
         return self
 
     def keeper(self) -> keras.callbacks.Callback:
-        """A callback for `fit` that keeps `state` exact: it counts the batches that were trained on, not those that
-        were read ahead. Put it before callbacks that save the state."""
+        """Returns a callback for `fit` that keeps `state` exact: it counts trained batches, not those read ahead.
+
+        Put it before callbacks that save the state.
+        """
         return _Keeper(self)
 
     def __repr__(self) -> str:
@@ -228,7 +229,7 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
 
     @property
     def corrupt(self) -> list[tuple[str, str]]:
-        """(what, why) of everything that could not be read and was left out, in the order of its names."""
+        """(what, why) of everything that could not be read and was skipped, sorted by name."""
         return sorted(self._indexed.corrupt.items()) if self._indexed else []
 
     # How it reads

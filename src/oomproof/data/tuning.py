@@ -1,4 +1,4 @@
-"""`oomproof.data.tune`: the same pipeline within a host budget."""
+"""`oomproof.data.tune`: the same pipeline within a RAM budget."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pathlib
 from typing import Any
 
 from oomproof._machine import host
+from oomproof._records.record import Record
 from oomproof._records.units import format_bytes, parse_budget
 from oomproof.data.audit_record import DataAudit
 
@@ -16,15 +17,15 @@ _SHARE = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
-class Tuning:
-    """What `tune` did to a pipeline; the result has it as `tuning`.
+class Tuning(Record):
+    """What `tune` did to a pipeline: the attribute `tuning` of the dataset it returns.
 
     Attributes:
-        budget: Bytes of RAM to stay within.
-        before: What the pipeline would have held.
-        after: What it holds.
-        changes: What was changed, in words.
-        kept: What was left as it is, and why.
+        budget: RAM budget in bytes.
+        before: The audit of the pipeline as it was.
+        after: The audit of the new one.
+        changes: What was changed.
+        kept: What was not changed, and why.
     """
 
     budget: int
@@ -33,25 +34,12 @@ class Tuning:
     changes: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "before": self.before.to_json(), "after": self.after.to_json()}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Tuning:
-        return cls(
-            data["budget"],
-            DataAudit.from_json(data["before"]),
-            DataAudit.from_json(data["after"]),
-            tuple(data["changes"]),
-            tuple(data["kept"]),
-        )
-
     def __str__(self) -> str:
         sizes = f"{format_bytes(self.before.host_bytes)} before, {format_bytes(self.after.host_bytes)} after"
-        fits = "" if self.after.host_bytes <= self.budget else ", which is more than the budget"
+        fits = "" if self.after.host_bytes <= self.budget else ", over the budget"
         lines = [f"tf.data: {sizes}{fits} (budget {format_bytes(self.budget)})"]
-        lines += [f"  {change}" for change in self.changes or ("nothing to change",)]
-        return "\n".join(lines + [f"  left as it is: {reason}" for reason in self.kept])
+        lines += [f"  {change}" for change in self.changes or ("no changes",)]
+        return "\n".join(lines + [f"  unchanged: {reason}" for reason in self.kept])
 
 
 def tune(
@@ -61,21 +49,21 @@ def tune(
     cache_dir: str | os.PathLike[str] | None = None,
     verbose: bool = True,
 ) -> Any:
-    """Rebuilds a tf.data pipeline within a host budget, without changing what the model sees.
+    """Rebuilds a tf.data pipeline within a RAM budget, without changing what the model sees.
 
-    The elements are the same, one by one, also under a seed. The one exception is a shuffle buffer that does not fit
-    whatever else is done: it is made smaller, which is said, and then the order is another one.
+    The elements stay the same, one by one, also with a seed. One exception: a shuffle buffer that does not fit whatever
+    else is done is made smaller, which changes the order and is reported.
 
     Args:
         dataset: A `tf.data.Dataset`.
-        budget: RAM it may hold: bytes, a size such as `"4GiB"`, or a share of what there is, such as `"50%"`. Three
-            quarters of what is free by default.
-        cache_dir: A folder for caches that do not fit into memory. Without one such a cache is taken out, where what
-            it caches can be computed again.
-        verbose: Print what was done.
+        budget: RAM it may use: bytes, a size such as `"4GiB"`, or a share of the machine's, such as `"50%"`. Defaults
+            to three quarters of what is free.
+        cache_dir: A folder for caches that do not fit in memory. Without one, such a cache is removed where its
+            elements can be computed again.
+        verbose: Whether to print what was done.
 
     Returns:
-        The dataset. Its attribute `tuning` is a `Tuning`: before, after, what was changed and what was left.
+        The new dataset. Its attribute `tuning` is a `Tuning`: audits before and after, and what was changed.
     """
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(dataset).__mro__}
     if "tensorflow.python.data.ops.dataset_ops.DatasetV2" not in kinds:
@@ -84,7 +72,9 @@ def tune(
     if size is None:
         free = host.available()
         if free is None:
-            raise ValueError('Expected `budget`, such as "4GiB": how much RAM is free cannot be read here.')
+            raise ValueError(
+                'Expected `budget`, such as "4GiB": the amount of free RAM cannot be read here. Received: budget=None'
+            )
         size = int(free * _SHARE)
     folder = None if cache_dir is None else pathlib.Path(cache_dir)
     if folder is not None and not folder.is_dir():

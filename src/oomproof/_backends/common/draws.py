@@ -73,12 +73,12 @@ class DrawTable:
         self.learnt |= other.learnt
         self.random |= other.random
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         draws = {generator: [list(draw) for draw in draws] for generator, draws in self.draws.items()}
         return {"draws": draws, "learnt": sorted(self.learnt), "random": sorted(self.random)}
 
     @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> DrawTable:
+    def from_dict(cls, stored: Mapping[str, Any]) -> DrawTable:
         draws = {
             generator: [(function, tuple(shape), rows) for function, shape, rows in draws]
             for generator, draws in stored["draws"].items()

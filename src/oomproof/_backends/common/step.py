@@ -178,12 +178,12 @@ class ModelStep:
     def learnt(self) -> dict[str, Any]:
         """All of it, as JSON, to be kept for the next run."""
         added = [list(self._added_losses[training]) for training in (True, False)]
-        return {"added": added, "draws": self.draws.to_json(), "uses_statistics": self._uses_statistics}
+        return {"added": added, "draws": self.draws.to_dict(), "uses_statistics": self._uses_statistics}
 
     @learnt.setter
     def learnt(self, known: dict[str, Any]) -> None:
         self._added_losses.update(zip((True, False), map(tuple, known["added"]), strict=True))
-        self.draws = DrawTable.from_json(known["draws"])
+        self.draws = DrawTable.from_dict(known["draws"])
         self._uses_statistics = bool(known["uses_statistics"])
         self._examined = True
 

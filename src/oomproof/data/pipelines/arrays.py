@@ -80,7 +80,7 @@ def audit_arrays(data: Any, batch_size: int | None) -> DataAudit:
         stages.append(Stage("fit: reading", reading, "a second copy while the tensor is made"))
     else:
         on_the_way = _JAX_BATCHES if backend == "jax" else _TORCH_BATCHES
-    stages.append(Stage("fit: order", order, "places of samples in the epoch"))
+    stages.append(Stage("fit: order", order, "indices of the samples of an epoch"))
     stages.append(Stage("fit: batches", on_the_way * batch, f"{on_the_way} of {format_bytes(batch)}", batch))
     placed = gpus.local() is not None
     on_device = {"tensorflow": whole + batch, "jax": 2 * batch, "torch": batch}[backend] if placed else 0
@@ -95,8 +95,8 @@ def audit_arrays(data: Any, batch_size: int | None) -> DataAudit:
 
 
 def _cast_note(copies: int, floatx: str) -> str:
-    each = "beside the original" if copies == 1 else f"{copies} copies at a time: every epoch makes its own"
-    return f"all of it to {floatx}, {each}"
+    each = "in addition to the original" if copies == 1 else f"{copies} copies at a time: every epoch makes its own"
+    return f"to {floatx}, {each}"
 
 
 def _is_cast(array: Any, floatx: str) -> bool:
@@ -117,21 +117,21 @@ def _array_findings(
         yield Finding(
             "warning",
             "float64 where smaller would do" if floatx == "float32" else "cast",
-            f"Keras makes a copy in {floatx} of all of it, {format_bytes(cast)}.",
-            f'x = x.astype("{floatx}")  # once, in place of the original',
+            f"Keras copies all of it to {floatx}: {format_bytes(cast)}.",
+            f'x = x.astype("{floatx}")  # once, instead of the original',
         )
     if backend == "jax" and batch >= _WORTH_IT and gpus.local() is None:
         yield Finding(
             "note",
             "steps ahead of their results",
-            f"With verbose=0 or 2 nothing waits for a step, and each keeps its {format_bytes(batch)} until it is done.",
-            "The progress bar (verbose=1), or a callback that reads `logs` after a batch, waits.",
+            f"With verbose=0 or 2 nothing waits for a step, and each holds {format_bytes(batch)} until it is done.",
+            "verbose=1, or a callback that reads `logs` after each batch",
         )
     if backend == "tensorflow" and whole >= _WORTH_IT:
         yield Finding(
             "warning" if gpus.local() is not None else "note",
             "arrays copied to the device whole",
-            f"On TensorFlow `fit` makes a tensor of each array, {format_bytes(whole)}, on the GPU where there is one.",
+            f"On TensorFlow, `fit` copies each array to a tensor ({format_bytes(whole)}), on the GPU if there is one.",
             "oomproof.data.from_arrays(x, y, batch_size=…) feeds slices.",
         )
     for array in arrays:
@@ -151,13 +151,11 @@ def audit_py_dataset(data: Any) -> DataAudit:
     held = _held_by(vars(data))
     workers, queued = int(data.workers), int(data.max_queue_size)
     threaded = workers > 1 or (workers > 0 and data.use_multiprocessing)
-    stages = [Stage("dataset", held, "arrays it has as attributes")]
+    stages = [Stage("dataset", held, "arrays in its attributes")]
     findings = []
     if threaded:
         if data.use_multiprocessing:
-            stages.append(
-                Stage("workers", workers * held, f"{workers} processes, each with the dataset, as it is copied")
-            )
+            stages.append(Stage("workers", workers * held, f"{workers} processes, each with a copy of the dataset"))
         # A batch that waits in the queue is finished; workers begin the next ones only when there is room in it.
         stages.append(Stage("queue", queued * batch, f"max_queue_size {queued} × {format_bytes(batch)}", batch))
     else:
@@ -175,7 +173,7 @@ def audit_py_dataset(data: Any) -> DataAudit:
     stages.append(Stage("fit", in_use * batch, f"{in_use} of {format_bytes(batch)} in use", batch))
     if queued * batch > (host.available() or queued * batch):
         text = f"The queue holds up to {format_bytes(queued * batch)}."
-        findings.append(Finding("problem", "queue larger than memory", text, "A smaller max_queue_size."))
+        findings.append(Finding("problem", "queue larger than memory", text, "a smaller max_queue_size"))
     return _audit("PyDataset", stages, batch, findings)
 
 
@@ -193,19 +191,17 @@ def audit_data_loader(data: Any) -> DataAudit:
         sample, known = 0, False
     batch, held = size * sample, _held_by(vars(data.dataset))
     workers, factor = data.num_workers, data.prefetch_factor or 0
-    stages = [Stage("dataset", held, "arrays and tensors it has as attributes")]
+    stages = [Stage("dataset", held, "arrays and tensors in its attributes")]
     findings = []
     if workers:
-        copies = "shared until written to, where workers are forked; Python lists are written to by being read"
+        copies = "shared until written to if forked; reading a Python list writes to it"
         stages.append(Stage("workers", 0, f"{workers} processes; {copies}"))
         ahead = workers * factor
         note = f"{workers} workers × prefetch_factor {factor} × {format_bytes(batch)}"
         stages.append(Stage("queue", ahead * batch if known else None, note, batch))
         if known and ahead * batch > (host.available() or ahead * batch):
             text = f"The workers hold up to {format_bytes(ahead * batch)} of batches."
-            findings.append(
-                Finding("problem", "queue larger than memory", text, "Fewer workers, or prefetch_factor=1.")
-            )
+            findings.append(Finding("problem", "queue larger than memory", text, "fewer workers, or prefetch_factor=1"))
     else:
         findings.append(
             Finding(
@@ -224,7 +220,7 @@ def audit_data_loader(data: Any) -> DataAudit:
     elif not workers:
         put_together += 1  # Whoever is not torch makes a copy of it.
     in_use = put_together * batch
-    stages.append(Stage("batch", in_use if known else None, "the batch in use, and what it is made of", batch))
+    stages.append(Stage("batch", in_use if known else None, "the batch in use, and its samples", batch))
     return _audit("DataLoader", stages, batch, findings)
 
 
@@ -247,9 +243,9 @@ def audit_generator(data: Any, fresh: bool) -> DataAudit:
     # Parts of arrays that it holds are nobody's own until they are tensors.
     cut = first is not None and all(getattr(array, "base", None) is not None for array in leaves(first))
     count = {"tensorflow": 1, "jax": 6, "torch": 6}[backend] if cut else _MADE_BY_GENERATOR[backend]
-    note = "what it yields is not known before it runs" if batch is None else f"{count} of {format_bytes(batch)}"
+    note = "unknown before it runs" if batch is None else f"{count} of {format_bytes(batch)}"
     stages = [
-        Stage("generator", held, "arrays among its variables"),
+        Stage("generator", held, "arrays in its variables"),
         Stage("batches", None if batch is None else count * batch, note, batch),
     ]
     findings = []
@@ -258,7 +254,7 @@ def audit_generator(data: Any, fresh: bool) -> DataAudit:
             Finding(
                 "warning",
                 "generator that holds everything",
-                f"Its variables hold {format_bytes(held)}: it makes batches of data that is in memory already.",
+                f"Its variables hold {format_bytes(held)}: the data is already in memory.",
                 'np.load("x.npy", mmap_mode="r") in it, or oomproof.data.from_arrays("x.npy", …)',
             )
         )

@@ -31,11 +31,11 @@ def audit_tf(dataset: Any, batch_size: int | None, placed: bool) -> DataAudit:
     running = books.total(end, ends=True)
     rest = running - sum(stage.bytes or 0 for stage in stages)
     if rest:
-        stages.append(Stage("prefetch(1)", rest, "put at the end by TensorFlow"))
+        stages.append(Stage("prefetch(1)", rest, "added at the end by TensorFlow"))
     total = _with_rewriting(end, elements, settings, running)
     if total > running:
         stages.append(
-            Stage("iterator", total - running, "source tensors are copied when TensorFlow optimises a pipeline")
+            Stage("iterator", total - running, "TensorFlow copies source tensors when it optimizes the pipeline")
         )
     element = _bytes(elements, end) or 0
     available = host.available()
@@ -66,25 +66,25 @@ def _stages(end: Node, books: Accounts) -> list[Stage]:
 
 def _note(node: Node, books: Accounts) -> str:
     if node.kind in ("tensor_slices", "tensors"):
-        return "tensors held by the pipeline, beside the arrays they were made from"
+        return "tensors in the pipeline, in addition to the arrays they were made from"
     size = books.size(node.inputs[0]) if node.inputs else 0
     if node.kind == "unknown":
-        return "a stage that oomproof does not know"
+        return "oomproof does not know this stage"
     if node.kind == "shuffle":
         words = "views of the source" if size < 1024 else f"elements of {format_bytes(size)}"
-        return f"a buffer of {words}"
+        return f"buffer of {words}"
     if node.kind == "cache":
         if node.on_disk:
             return "on disk"
         count = node.inputs[0].cardinality
-        return "how many elements there are is not known" if count < 0 else f"{count} elements of {format_bytes(size)}"
+        return "unknown number of elements" if count < 0 else f"{count} elements of {format_bytes(size)}"
     if node.kind == "map":
         calls = books.calls(node)
         return "one call at a time" if calls is None else f"{calls} calls in flight{_whose(node)}"
     if node.kind == "batch" and books.is_fused(node):
-        return "2 batches in the making, fused with the map by TensorFlow"
+        return "2 batches in progress, fused with the map by TensorFlow"
     if node.kind == "prefetch" and node.number("_buffer_size") == AUTOTUNE:
-        return "TensorFlow starts with 1 and doubles it when it is found empty"
+        return "TensorFlow starts with 1 and doubles it when it runs empty"
     return ""
 
 

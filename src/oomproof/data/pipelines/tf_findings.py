@@ -46,8 +46,8 @@ def findings(
             yield Finding(
                 "note",
                 "generator",
-                "from_generator runs Python, one element at a time; what the generator itself holds cannot be seen.",
-                "A generator that reads as it goes, from files or slices, and keeps nothing.",
+                "from_generator runs Python one element at a time; memory of the generator itself is not counted.",
+                "a generator that reads files or slices as it goes and keeps nothing",
             )
     yield from _dtypes(nodes, books)
     if books.settings.rewrites:
@@ -58,10 +58,10 @@ def _unknown(nodes: list[Node], sizes: dict[int, int | None]) -> Iterator[Findin
     for node in nodes:
         if sizes.get(id(node.dataset), 0) is None:
             if node.kind == "cache":
-                fix = "dataset.apply(tf.data.experimental.assert_cardinality(n)) before it says how many there are."
+                fix = "dataset.apply(tf.data.experimental.assert_cardinality(n)) before it, to tell its length"
             else:
-                fix = "Give it a fixed shape (tf.ensure_shape), or count it yourself."
-            yield Finding("note", node.name, f"What {node.name} holds is not known and not counted.", fix)
+                fix = "a fixed shape (tf.ensure_shape)"
+            yield Finding("note", node.name, f"The memory of {node.name} is unknown and not counted.", fix)
 
 
 def _end(end: Node, nodes: list[Node], batch_size: int | None) -> Iterator[Finding]:
@@ -75,14 +75,14 @@ def _end(end: Node, nodes: list[Node], batch_size: int | None) -> Iterator[Findi
             yield Finding(
                 "warning",
                 "prefetch before batch",
-                "prefetch stands before batch: samples are made ahead, and the model still waits for its batches.",
-                "Put .prefetch(tf.data.AUTOTUNE) at the end.",
+                "prefetch comes before batch: samples are made ahead, but the model still waits for batches.",
+                "dataset.prefetch(tf.data.AUTOTUNE) at the end",
             )
         else:
             yield Finding(
                 "warning",
                 "no prefetch",
-                "No prefetch at the end: the model waits while a batch is made.",
+                "No prefetch at the end: the model waits for each batch.",
                 "dataset = dataset.prefetch(tf.data.AUTOTUNE)",
             )
     if len(batches) > 1 and not any(node.kind in ("unbatch", "flat_map", "unknown") for node in nodes):
@@ -90,13 +90,13 @@ def _end(end: Node, nodes: list[Node], batch_size: int | None) -> Iterator[Findi
             "problem",
             "batch applied twice",
             f"{' and then '.join(node.name for node in batches)}: samples get two batch dimensions.",
-            "Take one of them out; image_dataset_from_directory and its kin return batches already.",
+            "Remove one of them; image_dataset_from_directory and the like already return batches.",
         )
     if batch_size is not None and batches and batches[-1].number("_batch_size") != batch_size:
         yield Finding(
             "note",
             "batch size",
-            f"The pipeline makes batches of {batches[-1].number('_batch_size')}, and not of {batch_size}.",
+            f"The pipeline makes batches of {batches[-1].number('_batch_size')}, not of {batch_size}.",
         )
 
 
@@ -108,7 +108,7 @@ def _cache(
         yield Finding(
             "problem",
             "cache before a random augmentation",
-            "A map before the cache draws random numbers: what the first epoch drew is kept for all of them.",
+            "A map before the cache draws random numbers: every epoch repeats those of the first.",
             "dataset.cache() first, then .map(augment).",
         )
     if any(each.kind == "shuffle" for each in below) and any(
@@ -117,14 +117,14 @@ def _cache(
         yield Finding(
             "warning",
             "cache after shuffle",
-            "A shuffle before the cache: the order of the first epoch is kept for all of them.",
+            "A shuffle before the cache: every epoch repeats the order of the first.",
             "dataset.cache() first, then .shuffle(…).",
         )
     if any(each.kind in _BATCHES for each in below) and not any(each.kind in ("unbatch",) for each in below):
         yield Finding(
             "note",
             "cache after batch",
-            "Batches are cached and not samples: the same samples are together in every epoch.",
+            "Batches are cached, not samples: every epoch has the same batches.",
             "dataset.cache().shuffle(…).batch(…)",
         )
     if node.on_disk or size is None or available is None:
@@ -134,8 +134,8 @@ def _cache(
         yield Finding(
             "problem",
             "cache larger than memory",
-            f"{node.name} will hold {count} elements, {format_bytes(size)}; {format_bytes(available)} of RAM are free.",
-            'dataset = oomproof.data.tune(dataset)  # or .cache("a file on disk"), or none',
+            f"{node.name} holds {count} elements, {format_bytes(size)}; {format_bytes(available)} of RAM are free.",
+            'dataset = oomproof.data.tune(dataset)  # or .cache("a file on disk"), or no cache',
         )
 
 
@@ -147,8 +147,8 @@ def _shuffle(
         yield Finding(
             "problem",
             "shuffle buffer larger than memory",
-            f"{node.name} will hold {format_bytes(size)}, and {format_bytes(available)} of RAM are free.",
-            "Shuffle paths or indices before they are read and decoded, or: dataset = oomproof.data.tune(dataset)",
+            f"{node.name} holds {format_bytes(size)}; {format_bytes(available)} of RAM are free.",
+            "Shuffle paths or indices before reading and decoding, or: dataset = oomproof.data.tune(dataset)",
         )
     maps = [each for each in below if each.kind == "map" and each.function and each.function.is_pure]
     if size is not None and size > _WORTH_IT and maps and node.inputs[0].kind == "map":
@@ -157,9 +157,9 @@ def _shuffle(
             yield Finding(
                 "note",
                 "shuffle after map",
-                f"The buffer holds what the map has made, {format_bytes(books.size(node.inputs[0]))} each, and before "
-                f"the map it is {format_bytes(smaller)}.",
-                "Shuffle before the map: the order is the same. oomproof.data.tune does it.",
+                f"The buffer holds elements after the map, {format_bytes(books.size(node.inputs[0]))} each; before the "
+                f"map they take {format_bytes(smaller)}.",
+                "Shuffle before the map: the order stays the same. oomproof.data.tune does it.",
             )
     whole = max((each.cardinality for each in below if each.kind in ("tensor_slices", "range")), default=-1)
     count = count if count >= 0 else whole
@@ -167,15 +167,15 @@ def _shuffle(
         yield Finding(
             "warning",
             "shuffle after batch",
-            "Batches are shuffled and not samples: the same samples are together in every epoch.",
+            "Batches are shuffled, not samples: every epoch has the same batches.",
             "dataset.shuffle(…).batch(…)",
         )
     elif count > 0 and buffered * 20 < count:
         yield Finding(
             "warning",
             "shuffle buffer smaller than useful",
-            f"A buffer of {buffered} for {count} elements: what comes late in the data comes late in the epoch.",
-            "A buffer as large as the data, of paths or indices where samples are large.",
+            f"A buffer of {buffered} for {count} elements: late elements stay late in the epoch.",
+            "a buffer as large as the data; of paths or indices if samples are large",
         )
 
 
@@ -187,7 +187,7 @@ def _parallel(node: Node) -> Iterator[Finding]:
         yield Finding(
             "note",
             "map not parallel",
-            f"A map runs one call at a time. Its function {why}: parallel calls would change what an element gets.",
+            f"A map runs one call at a time. Its function {why}, so parallel calls would change its results.",
             "tf.random.stateless_… with a seed per element, and then num_parallel_calls=tf.data.AUTOTUNE",
         )
     else:
@@ -206,7 +206,7 @@ def _decoding(node: Node) -> Iterator[Finding]:
         "note",
         "images decoded at full size",
         "Images are decoded at full size and then resized.",
-        "tf.io.decode_jpeg(data, ratio=2) (or 4, 8) for JPEGs that are much larger; oomproof.data.from_files does it.",
+        "tf.io.decode_jpeg(data, ratio=2), or 4 or 8, for much larger JPEGs; oomproof.data.from_files does it.",
     )
 
 
@@ -232,7 +232,7 @@ def _sources(end: Node, books: Accounts) -> Iterator[Finding]:
         yield Finding(
             "note",
             "source tensors copied",
-            f"The pipeline holds {format_bytes(sources)} of tensors beside the arrays they were made from, and "
+            f"The pipeline holds {format_bytes(sources)} of tensors in addition to the arrays they come from, and "
             "TensorFlow copies them once more when iteration starts.",
-            "oomproof.data.tune leaves that copy out; oomproof.data.from_arrays streams arrays without any.",
+            "oomproof.data.tune avoids that copy; oomproof.data.from_arrays streams arrays without copies.",
         )

@@ -52,7 +52,7 @@ def again(node: Node, inputs: list[Any], changes: Changes | None = None) -> Any:
     if unchanged and changes == Changes():
         return node.dataset
     if node.kind not in _BUILDERS:
-        raise CannotRebuildError(f"{node.name}: this stage cannot be built again")
+        raise CannotRebuildError(f"{node.name}: this stage cannot be rebuilt")
     return _BUILDERS[node.kind](node, inputs, changes)
 
 
@@ -64,9 +64,7 @@ def _shuffle(node: Node, inputs: list[Any], changes: Changes) -> Any:
     new = inputs[0].shuffle(size, seed=seeds[1] if any(seeds) else None, reshuffle_each_iteration=again)
     # TensorFlow makes two seeds of the one it is given and tf.random.set_seed's: they have to come out as they were.
     if [int(new._seed), int(new._seed2)] != seeds:
-        raise CannotRebuildError(
-            f"{node.name}: tf.random.set_seed was called after it was made, so its order would change"
-        )
+        raise CannotRebuildError(f"{node.name}: tf.random.set_seed was called after it, so its order would change")
     return new
 
 

@@ -67,7 +67,7 @@ class Tuner:
             steps.append(Step(node))
             node = node.inputs[0]
         if node.kind == "unknown":
-            self.kept.append(f"{node.name} and what is before it: a stage that oomproof does not know")
+            self.kept.append(f"{node.name} and everything before it: oomproof does not know this stage")
         self.source, self.steps = node, steps[::-1]
         self._leave_what_cannot_be_built()
         if node is self.source and len(node.inputs) > 1 and node.kind != "unknown":
@@ -83,7 +83,7 @@ class Tuner:
                 # On something else than its input, or it would be handed back as it is.
                 again(node, [node.inputs[0].dataset.prefetch(1)])
             except CannotRebuildError as error:
-                self.kept.append(f"{error}; what is before it is left too" if index else str(error))
+                self.kept.append(f"{error}; nor what comes before it" if index else str(error))
                 self.source, self.steps = node, self.steps[index + 1 :]
                 return
 
@@ -99,11 +99,13 @@ class Tuner:
             kept += [f"branch {number} of {node.name}: {reason}" for reason in branch.kept]
             held = [below.name for below in walk(each) if below.kind in ("cache", "prefetch", "shuffle")]
             if held:
-                kept.append(f"branch {number} of {node.name}: the size of {', '.join(held)}, since there are others")
+                kept.append(
+                    f"branch {number} of {node.name}: the size of {', '.join(held)}, because of the other branches"
+                )
         try:
             self.source = chain_of(again(node, inputs))
         except CannotRebuildError as error:
-            self.kept.append(f"{error}; its branches are left too")
+            self.kept.append(f"{error}; nor its branches")
             return
         self.changes += changes
         self.kept += kept
@@ -129,10 +131,10 @@ class Tuner:
                 continue  # To hand such an element to another thread takes longer.
             if node.function.is_pure:
                 self._change(index, parallel_calls=AUTOTUNE)
-                self.changes.append(f"{node.name}: calls in parallel, in the same order")
+                self.changes.append(f"{node.name}: parallel calls, in the same order")
             else:
                 why = "calls Python" if node.function.calls_python else "draws random numbers or has state"
-                self.kept.append(f"{node.name}: it {why}, and parallel calls would change what an element gets")
+                self.kept.append(f"{node.name}: it {why}, so parallel calls would change its results")
 
     def _is_quick(self, node: Node) -> bool:
         assert node.function is not None
@@ -160,7 +162,7 @@ class Tuner:
     def _existing_cache(self, index: int, node: Node) -> None:
         count, size = node.inputs[0].cardinality, self.size(node.inputs[0])
         if count < 0:
-            self.kept.append(f"{node.name}: how many elements it will hold is not known")
+            self.kept.append(f"{node.name}: the number of its elements is unknown")
             return
         if self.bytes(self.build()) <= self.budget or not count * size:
             return
@@ -170,9 +172,9 @@ class Tuner:
             self.changes.append(f"{held} into memory: on disk, in {self.folder}")
         elif self._repeatable(index):
             del self.steps[index]
-            self.changes.append(f"{held}: taken out, elements are computed again (cache_dir= would keep them on disk)")
+            self.changes.append(f"{held}: removed, elements are computed again (cache_dir= keeps them on disk)")
         else:
-            self.kept.append(f"{held}, and what it caches is not the same when it is computed again: give a cache_dir")
+            self.kept.append(f"{held}, but its elements would differ if computed again: pass cache_dir")
 
     def _repeatable(self, index: int) -> bool:
         nodes = [self.source, *(step.node for step in self.steps[:index])]
@@ -195,7 +197,7 @@ class Tuner:
         if self.bytes(self.build()) > self.budget:
             del self.steps[index]
             return
-        self.changes.append(f"cache() behind {last.name}: {format_bytes(held)}, read and decoded once")
+        self.changes.append(f"cache() after {last.name}: {format_bytes(held)}, read and decoded once")
 
     def shuffles(self) -> None:
         """A shuffle before the maps in front of it: places are shuffled, so the order stays the same."""
@@ -227,7 +229,7 @@ class Tuner:
         # That optimising is worth a few percent of speed, so only where the copy is what does not fit.
         if settings.rewrites and sources >= _MIB and self.bytes(dataset) > self.budget:
             options.experimental_optimization.apply_default_optimizations = False
-            self.changes.append(f"TensorFlow's optimising off: it copies {format_bytes(sources)} of source tensors")
+            self.changes.append(f"TensorFlow's optimizations off: they copy {format_bytes(sources)} of source tensors")
         if dataset.options().autotune.ram_budget is None:
             # What TensorFlow sizes by itself may grow to what is left.
             options.autotune.ram_budget = max(_MIB, self.budget - sources)
@@ -261,8 +263,8 @@ class Tuner:
             # Another order is a price to pay for fitting, and not for fitting a little less badly.
             self.steps[index] = step
             return
-        order = "; the order is another one than before" if node.kind == "shuffle" else ""
-        self.changes.append(f"{node.name}: a buffer of {buffered} to stay within the budget{order}")
+        order = "; the order changes" if node.kind == "shuffle" else ""
+        self.changes.append(f"{node.name}: buffer of {buffered} to stay within the budget{order}")
 
     def options_quietly(self, dataset: Any) -> Any:
         told = list(self.changes)
@@ -295,7 +297,7 @@ def tuned(dataset: Any, budget: int, folder: pathlib.Path | None) -> tuple[Any, 
     after = audit_tf(result, None, False)
     if after.host_bytes > budget:
         largest = max(after.stages, key=lambda stage: stage.bytes or 0)
-        tuner.kept.append(f"{largest.name}: {format_bytes(largest.bytes or 0)}, and nothing can be left out of it")
+        tuner.kept.append(f"{largest.name}: {format_bytes(largest.bytes or 0)} that cannot be reduced")
     tuning = Tuning(budget, before, after, tuple(tuner.changes), tuple(tuner.kept))
     result.tuning = tuning
     return result, tuning

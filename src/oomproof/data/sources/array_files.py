@@ -73,8 +73,8 @@ class NpyColumn(Column):
             os.close(self._descriptor)
             self._descriptor = -1
             raise ValueError(
-                f"{path} is cut short: its header tells of {len(self):,} samples of {format_bytes(self.sample_bytes)}, "
-                f"{len(self) * self.sample_bytes:,} bytes, and there are {there:,}. Copy or write it again."
+                f"{path} is truncated: its header says {len(self):,} samples of {format_bytes(self.sample_bytes)}, "
+                f"{len(self) * self.sample_bytes:,} bytes, but it has {there:,}. Copy or write it again."
             )
 
     def take(self, ascending: Indices, ranks: Indices | None = None) -> Any:
@@ -87,18 +87,18 @@ class NpyColumn(Column):
         batch = aligned((len(ascending), *self.shape[1:]), self.dtype)
         if not batch.size:
             return batch
-        stretches = self._stretches(batch, ascending, np.arange(len(ascending)) if ranks is None else ranks)
-        if len(stretches) == 1:
-            self._fill(*stretches[0])
+        ranges = self._ranges(batch, ascending, np.arange(len(ascending)) if ranks is None else ranks)
+        if len(ranges) == 1:
+            self._fill(*ranges[0])
         elif self.sample_bytes > _SMALL_ROW:
-            self._fill_all(stretches)
+            self._fill_all(ranges)
         else:
             with _many_calls:
-                self._fill_all(stretches)
+                self._fill_all(ranges)
         return batch
 
-    def _stretches(self, batch: Any, ascending: Indices, places: Indices) -> list[tuple[list[Any], int]]:
-        """What one call each can read, neighbours on disk together: (where the rows belong, where they begin)."""
+    def _ranges(self, batch: Any, ascending: Indices, places: Indices) -> list[tuple[list[Any], int]]:
+        """What one call each can read, neighbors on disk together: (where the rows belong, where they begin)."""
         room, size = memoryview(batch.reshape(-1).view(np.uint8)), self.sample_bytes
         offsets = (self._offset + ascending * size).tolist()
         ends = [0, *(np.flatnonzero(np.diff(ascending) != 1) + 1).tolist(), len(places)]
@@ -111,17 +111,17 @@ class NpyColumn(Column):
             for first in range(begin, end, _PIECES)
         ]
 
-    def _fill_all(self, stretches: list[tuple[list[Any], int]]) -> None:
-        """Reads what the system has in memory. From the first stretch on that it has not, it is told of all of them
+    def _fill_all(self, ranges: list[tuple[list[Any], int]]) -> None:
+        """Reads what the system has in memory. From the first range on that it has not, it is told of all of them
         before one is waited for, so that it fetches many at a time: one after the other a disk would give a third of
         what it can."""
         there = 0
-        while there < len(stretches) and self._read_cached(*stretches[there]):
+        while there < len(ranges) and self._read_cached(*ranges[there]):
             there += 1
         if hasattr(os, "posix_fadvise"):
-            for buffers, at in stretches[there:]:
+            for buffers, at in ranges[there:]:
                 os.posix_fadvise(self._descriptor, at, len(buffers) * self.sample_bytes, os.POSIX_FADV_WILLNEED)
-        for buffers, at in stretches[there:]:
+        for buffers, at in ranges[there:]:
             self._fill(buffers, at)
 
     def _read_cached(self, buffers: list[Any], at: int) -> bool:
@@ -143,7 +143,9 @@ class NpyColumn(Column):
                     rest.append(buffer[done:])
             more = os.preadv(self._descriptor, rest, at + read)
             if not more:
-                raise OSError(f"{self._path} ended at byte {at + read:,} while it was read. Was it written to?")
+                raise OSError(
+                    f"{self._path} ended at byte {at + read:,} while it was read. Is something writing to it?"
+                )
             read += more
 
     def __del__(self) -> None:
@@ -184,7 +186,7 @@ def column_of(value: Any, name: str) -> Column:
         value = np.asarray(value)
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(
-            f"Expected an array, a path or what has a shape, a dtype and slices. Received: {name} of {type(value)}"
+            f"Expected an array, a path, or anything with shape, dtype and slices. Received: {name} of {type(value)}"
         )
     if type(value).__module__.startswith("h5py."):
         return Hdf5Column(value, name)
@@ -231,11 +233,10 @@ def _npy_at(path: str, file: Any, name: str) -> Column:
         header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
         shape, fortran, dtype = header(file)
     except ValueError as wrong:
-        raise ValueError(f"{path} is no .npy file that can be read: {wrong}") from wrong
+        raise ValueError(f"{path} is not a readable .npy file: {wrong}") from wrong
     if fortran and len(shape) > 1:
         raise ValueError(
-            f"Expected rows that lie together. Received: {path} in Fortran's order. "
-            "Save np.ascontiguousarray(array) instead."
+            f"Expected rows in C order. Received: {path} in Fortran order. Save np.ascontiguousarray(array) instead."
         )
     Column(np.broadcast_to(np.zeros((), dtype), shape), name)  # Its checks come before the file's.
     column = NpyColumn(path, file.tell(), shape, dtype, name)
@@ -248,12 +249,12 @@ def _npz(path: str, member: str, name: str) -> Column:
     with zipfile.ZipFile(path) as archive:
         found = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
         if member not in found:
-            raise ValueError(f"Expected an array that {path} has: {', '.join(found)}. Received: {member!r}")
+            raise ValueError(f"Expected one of the arrays in {path}: {', '.join(found)}. Received: {member!r}")
         entry = found[member]
         if entry.compress_type != zipfile.ZIP_STORED:
             if entry.file_size > _LOADED_BYTES:
                 raise ValueError(
-                    f"'{member}' in {path} is compressed: reading any of it takes {entry.file_size:,} bytes "
+                    f"'{member}' in {path} is compressed: reading any part of it takes {entry.file_size:,} bytes "
                     f"({format_bytes(entry.file_size)}) of memory. Write it with np.savez or np.save instead of "
                     "np.savez_compressed."
                 )
@@ -272,17 +273,17 @@ def _hdf5(path: str, inside: str, name: str) -> Column:
     try:
         file = h5py.File(path, "r")
     except OSError as wrong:
-        raise OSError(f"{path} is no HDF5 file that can be read: {wrong}") from wrong
+        raise OSError(f"{path} is not a readable HDF5 file: {wrong}") from wrong
     if not isinstance(found := file.get(inside), h5py.Dataset):
         names: list[str] = []
         file.visititems(lambda key, item: names.append(key) if isinstance(item, h5py.Dataset) else None)
         file.close()
-        raise ValueError(f"Expected a dataset that {path} has: {', '.join(names[:20])}. Received: {inside!r}")
+        raise ValueError(f"Expected one of the datasets in {path}: {', '.join(names[:20])}. Received: {inside!r}")
     return Hdf5Column(found, name)
 
 
 def _place_of(array: np.memmap[Any, Any]) -> tuple[str, int] | None:
-    """File and offset of a memory map, or of a stretch of one, whose rows lie one after the other."""
+    """File and offset of a memory map, or of a part of one, whose rows lie one after the other."""
     mapped = getattr(array, "_mmap", None)
     if mapped is None or array.mode == "c" or array.filename is None or not array.flags.c_contiguous:
         return None

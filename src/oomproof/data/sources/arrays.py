@@ -29,28 +29,27 @@ def from_arrays(
 ) -> Stream:
     """Streams arrays that may be larger than memory.
 
-    Each of `x`, `y` and `sample_weight` is an array, a list, tuple or dict of arrays, where an array is one of
+    `x`, `y` and `sample_weight` are each an array, or a list, tuple or dict of arrays. An array is one of
 
     - anything with a shape and slices: NumPy arrays, memory maps, h5py datasets, ...;
     - the path of a .npy file, or `"file.npz:name"` for an array of an uncompressed .npz file;
     - `"file.h5:group/name"` for a dataset of an HDF5 file.
 
-    `x` alone may be the path of a .npz file that has the names `x` and `y` (and `sample_weight`).
+    `x` alone may be the path of a .npz file with the names `x`, `y` and optionally `sample_weight`.
 
-    Files are read with plain reads, not mapped, so that the memory of the process is that of the batches. A
-    shuffled epoch reads every sample once, in a new order each epoch; no buffer is kept for it. HDF5 reads whole
-    chunks: store shuffled data in small ones.
+    Files are read, not mapped, so the process holds no more than its batches. A shuffled epoch reads every sample once,
+    in a new order, without a buffer. HDF5 reads whole chunks: store data to be shuffled in small ones.
 
     Args:
         x: Inputs.
         y: Targets.
         sample_weight: Weights.
-        batch_size: Samples in a batch; the last one of an epoch may have fewer.
-        shuffle: Whether each epoch has another order.
-        seed: What the order depends on; drawn where it is not given.
-        drop_remainder: Whether to leave out a last batch with fewer samples.
-        workers: Threads that read.
-        max_queue_size: Batches that may wait. By default at most 10 and about 256 MiB.
+        batch_size: Samples in a batch; the last batch of an epoch may have fewer.
+        shuffle: Whether to shuffle, in a new order each epoch.
+        seed: Seed of the order; drawn at random by default.
+        drop_remainder: Whether to drop a last batch with fewer samples.
+        workers: Number of reading threads.
+        max_queue_size: Most batches to read ahead. Defaults to at most 10 and about 256 MiB.
 
     Returns:
         A `Stream`.
@@ -70,15 +69,7 @@ def from_arrays(
             )
         x, y, sample_weight = members_of_npz(os.fspath(x))
     source = ArraySource(x, y, sample_weight)
-    return Stream(
-        source,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        drop_remainder=drop_remainder,
-        workers=workers,
-        max_queue_size=max_queue_size,
-    )
+    return Stream(source, batch_size, shuffle, seed, drop_remainder, workers, max_queue_size)
 
 
 class ArraySource(Source):

@@ -25,31 +25,31 @@ def from_generator(
     workers: int | None = None,
     max_queue_size: int | None = None,
 ) -> Stream:
-    """Streams what Python code makes.
+    """Streams the output of a Python generator, or the items of a sequence.
 
-    A generator is read by one thread that is at most `max_queue_size` batches ahead. Each epoch calls `make` anew, and
-    so does Keras on TensorFlow once before, to see two batches. To resume, what was trained on already is made again
-    and dropped: that takes the time it took to make. A sequence of samples is read by number: it can be shuffled, and
-    resumed at no cost.
+    One thread reads a generator, at most `max_queue_size` batches ahead. Each epoch calls `make` again; on TensorFlow,
+    Keras also calls it once before the first, to look at two batches. To resume, batches that were already trained on
+    are produced again and dropped, which takes as long as producing them. A sequence of samples is read by index: it
+    can be shuffled, and resumes at once.
 
     Args:
-        make: Called without arguments for a new iterator each epoch; or a sequence of samples (`len` and `[i]`), whose
-            items may be read by several threads at a time.
-        batch_size: Samples in a batch, where samples are what is made. `None` where batches are: `x`, `(x, y)` or
+        make: A function without arguments that returns a new iterator each epoch; or a sequence of samples (`len` and
+            `[i]`), which several threads may read at a time.
+        batch_size: Samples in a batch, for a generator of samples. `None` for a generator of batches: `x`, `(x, y)` or
             `(x, y, sample_weight)`.
-        steps: Batches in an epoch, where that is known or the generator does not end.
-        shuffle: Whether each epoch has another order; for sequences.
-        seed: What the order depends on; drawn where it is not given.
-        drop_remainder: Whether to leave out a last batch with fewer samples.
-        workers: Threads that read a sequence; 0 to make batches in the thread that trains.
-        max_queue_size: Batches that may wait; 2 by default for a generator.
+        steps: Batches in an epoch, if known, or for a generator that does not end.
+        shuffle: Whether to shuffle a sequence, in a new order each epoch.
+        seed: Seed of the order; drawn at random by default.
+        drop_remainder: Whether to drop a last batch with fewer samples.
+        workers: Number of threads that read a sequence; 0 reads in the training thread.
+        max_queue_size: Most batches to read ahead; 2 by default for a generator.
 
     Returns:
         A `Stream`.
     """
     if isinstance(make, Iterator):
         raise TypeError(
-            "Expected a callable that returns a new iterator each epoch, or a sequence: an iterator is used up after "
+            "Expected a function that returns a new iterator each epoch, or a sequence: an iterator is used up after "
             f"one. Received: {make!r}. Pass the generator function itself: from_generator(samples), not samples()."
         )
     if batch_size is not None:
@@ -60,7 +60,7 @@ def from_generator(
     if callable(make):
         if shuffle:
             raise ValueError(
-                "Expected shuffle=False for a generator, which has no order but its own. Received: shuffle=True. "
+                "Expected shuffle=False for a generator, which has an order of its own. Received: shuffle=True. "
                 "Shuffle in the generator, or pass a sequence."
             )
         source = GeneratorSource(make, batch_size, steps, drop_remainder)
@@ -72,16 +72,8 @@ def from_generator(
             )
         source = SequenceSource(make)
     else:
-        raise TypeError(f"Expected a callable or a sequence. Received: {make!r} of {type(make)}")
-    return Stream(
-        source,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        drop_remainder=drop_remainder,
-        workers=workers,
-        max_queue_size=max_queue_size,
-    )
+        raise TypeError(f"Expected a function or a sequence. Received: {make!r} of {type(make)}")
+    return Stream(source, batch_size, shuffle, seed, drop_remainder, workers, max_queue_size)
 
 
 class GeneratorSource(Sequential):
@@ -110,7 +102,7 @@ class GeneratorSource(Sequential):
         if self.steps is not None and skip + made < self.steps:
             raise ValueError(
                 f"{self} ended after {skip + made:,} batches. Expected: steps={self.steps:,}. "
-                "Pass the steps that it has, or have it go on."
+                "Pass the number of batches that it makes, or make more."
             )
 
     def _items(self) -> Iterator[Any]:
@@ -121,7 +113,7 @@ class GeneratorSource(Sequential):
             except StopIteration:
                 return
             except Exception as wrong:
-                wrong.add_note(f"Raised by {self} while it made item {place:,} of an epoch (counted from 0).")
+                wrong.add_note(f"Raised by {self} at item {place:,} of an epoch (counted from 0).")
                 raise
             yield item
 
@@ -154,7 +146,7 @@ def stacked(samples: list[Any]) -> Any:
         shapes = [[np.shape(part) for part in tree.flatten(sample)] for sample in (samples[0], samples[-1])]
         raise ValueError(
             f"Expected samples of the same structure and shape. Received: {shapes[0]} and {shapes[1]} among "
-            f"{len(samples)} samples of a batch ({wrong}). Pad them, or make batches yourself."
+            f"{len(samples)} samples of a batch ({wrong}). Pad them, or pass batches."
         ) from wrong
 
 

@@ -14,7 +14,7 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 
 
 class Paths:
-    """Paths below a folder as one stretch of bytes."""
+    """Paths below a folder as one string of bytes."""
 
     def __init__(self, root: str, names: list[bytes]) -> None:
         self._root = os.fsencode(root)

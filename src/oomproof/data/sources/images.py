@@ -40,34 +40,34 @@ def from_files(
 ) -> Stream:
     """Streams the images of a folder: jpg, png, bmp, gif (first frame) and webp.
 
-    JPEGs are decoded at a half, a quarter or an eighth of their size where that is still at least `image_size`: the
-    full image never exists. Images are then resized with Pillow's bilinear filter, which smooths when it shrinks.
-    A shuffled epoch is a full shuffle, without a buffer of images.
+    JPEGs are decoded at a half, a quarter or an eighth of their size if that is still at least `image_size`, so that
+    the full image never exists. Images are then resized with Pillow's antialiased bilinear filter. A shuffled epoch is
+    a full shuffle, without a buffer of images.
 
     Args:
-        path: The folder. With inferred labels each folder in it is a class, in the order of their names.
+        path: The folder. With inferred labels, each folder in it is a class, sorted by name.
         image_size: (height, width) of the images in a batch.
-        batch_size: Images in a batch; the last one of an epoch may have fewer.
-        shuffle: Whether each epoch has another order.
-        seed: What order and split depend on; drawn where it is not given.
-        labels: `"inferred"`, one label for each file in the order of their paths, or `None` for batches without.
-        label_mode: `"int"` (int32), `"binary"` (float32, shape (n, 1)) or `"categorical"` (float32, one of k).
+        batch_size: Images in a batch; the last batch of an epoch may have fewer.
+        shuffle: Whether to shuffle, in a new order each epoch.
+        seed: Seed of the order and of the split; drawn at random by default.
+        labels: `"inferred"`, a label for each file in the order of the paths, or `None` for batches without labels.
+        label_mode: `"int"` (int32), `"binary"` (float32, shape (n, 1)) or `"categorical"` (float32, one-hot).
         class_names: The folders to use, in the order of their labels.
         color_mode: `"rgb"`, `"rgba"` or `"grayscale"`: 3, 4 or 1 channels.
         dtype: `"uint8"`, or `"float32"` for the values 0 to 255 that `keras.utils.image_dataset_from_directory`
             gives, at four times the memory. Models with an `Input`, and `Rescaling`, take both.
-        crop_to_aspect_ratio: Whether to cut off what does not fit the proportions of `image_size` (the middle stays)
-            instead of stretching.
-        on_corrupt: `"error"` to stop at a file that is no image, naming it. `"skip"` to go on: the next readable
-            file takes its place, so that batches stay full, and `stream.corrupt` has its path and the reason.
-        validation_split: Share of the files that is kept for validation, drawn with `seed`.
-        subset: Which of the two to stream: `"training"` or `"validation"`.
-        drop_remainder: Whether to leave out a last batch with fewer images.
-        workers: Threads that decode; by default one for each core, at most 8.
-        max_queue_size: Batches that may wait. By default at most 10 and about 256 MiB.
+        crop_to_aspect_ratio: Whether to crop to the aspect ratio of `image_size`, around the center, instead of
+            stretching.
+        on_corrupt: `"error"` to stop at a file that is not an image, naming it. `"skip"` to go on: the next readable
+            file takes its place, so batches stay full, and `stream.corrupt` lists its path and the reason.
+        validation_split: Share of the files to keep for validation, drawn with `seed`.
+        subset: The part to stream: `"training"` or `"validation"`.
+        drop_remainder: Whether to drop a last batch with fewer images.
+        workers: Number of decoding threads; defaults to one for each core, at most 8.
+        max_queue_size: Most batches to read ahead. Defaults to at most 10 and about 256 MiB.
 
     Returns:
-        A `Stream`; `stream.source.class_names` are the classes.
+        A `Stream`. `stream.source.class_names` are the classes.
 
     Example:
 
@@ -105,15 +105,7 @@ def from_files(
         skip=on_corrupt == "skip",
     )
     source.class_names = names
-    return Stream(
-        source,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        drop_remainder=drop_remainder,
-        workers=workers,
-        max_queue_size=max_queue_size,
-    )
+    return Stream(source, batch_size, shuffle, seed, drop_remainder, workers, max_queue_size)
 
 
 class ImageSource(Source):
@@ -172,12 +164,12 @@ class ImageSource(Source):
                 reason = f"{type(wrong).__name__}: {wrong}"
                 if not self._skip:
                     raise ValueError(
-                        f"{self._paths[file]} is no image that can be read ({reason}). Mend or remove it, or pass "
-                        "on_corrupt='skip' to leave such files out."
+                        f"{self._paths[file]} is not a readable image ({reason}). Repair or remove it, or pass "
+                        "on_corrupt='skip' to skip such files."
                     ) from wrong
                 self._unreadable[file] = reason
         first = self._paths[next(iter(self._unreadable))]
-        raise ValueError(f"None of {self.count:,} files is an image that can be read. The first one tried was {first}")
+        raise ValueError(f"None of {self.count:,} files is a readable image. The first one tried was {first}")
 
     def _decode(self, path: str, into: Any) -> None:
         from PIL import Image
@@ -246,7 +238,7 @@ def _split(files: int, share: float | None, subset: str | None, seed: int | None
         return None
     if share is None or subset is None or seed is None:
         raise ValueError(
-            "Expected `validation_split`, `subset` and `seed` together, so that both parts are cut in the same place. "
+            "Expected `validation_split`, `subset` and `seed` together, so that both parts split in the same place. "
             f"Received: validation_split={share}, subset={subset!r}, seed={seed}"
         )
     one_of(subset, "subset", "training", "validation")

@@ -39,7 +39,7 @@ def needed(package: str, what: str) -> Any:
         return importlib.import_module(package)
     except ImportError as missing:
         raise BackendError(
-            f"Reading {what} takes {package}, which is not installed: pip install 'oomproof[data]'"
+            f"Reading {what} needs {package}, which is not installed: pip install 'oomproof[data]'"
         ) from (missing)
 
 
@@ -49,6 +49,21 @@ def existing(path: Any, what: str) -> str:
     if not os.path.exists(path):
         raise FileNotFoundError(f"Expected {what} that exists. Received: {path!r} (from {os.getcwd()!r})")
     return str(path)
+
+
+def files_of(path: Any, what: str, belongs: Callable[[str], bool]) -> list[str]:
+    """The files that are meant by a path: one, a list of them, or what belongs of a folder, in the order of its names.
+
+    Args:
+        path: What was given.
+        what: What each is to be, in words.
+        belongs: Whether a file of a folder is meant, by its name.
+    """
+    if isinstance(path, (list, tuple)):
+        return [existing(each, what) for each in path]
+    if os.path.isdir(existing(path, what)):
+        return sorted(entry.path for entry in os.scandir(path) if belongs(entry.name))
+    return [existing(path, what)]
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> Any:

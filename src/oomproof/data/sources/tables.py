@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from oomproof.data.order import Indices
-from oomproof.data.sources.shared import existing, needed, one_of, progress, whole_number
+from oomproof.data.sources.shared import files_of, needed, one_of, progress, whole_number
 from oomproof.data.stream import Source, Stream
 
 _FORMATS = {".parquet": "parquet", ".pq": "parquet", ".arrow": "ipc", ".feather": "ipc", ".ipc": "ipc", ".csv": "csv"}
@@ -34,24 +34,23 @@ def from_table(
 ) -> Stream:
     """Streams the rows of a table: a file, a list of files or a folder of files, all of one format.
 
-    Rows are read in blocks: row groups of Parquet, record batches of Arrow and Feather, stretches of about 8 MB of a
-    CSV file, whose places are found by reading it once. A shuffled epoch takes the blocks in random order, `mix_blocks`
-    of them at a time, and shuffles the rows of those together: not a full shuffle, so do not sort such files by label.
-    About twice `mix_blocks` blocks are held.
+    Rows are read in blocks: row groups of Parquet, record batches of Arrow and Feather, and about 8 MB of a CSV file,
+    which is read once to find them. A shuffled epoch takes the blocks in random order, `mix_blocks` at a time, and
+    shuffles their rows together. That is not a full shuffle, so do not sort such files by label. About twice
+    `mix_blocks` blocks are in memory.
 
     Args:
-        path: What to read: .parquet, .arrow, .feather or .csv.
-        batch_size: Rows in a batch; the last one of an epoch may have fewer.
-        columns: The inputs; by default all columns but the label.
-        label: The target. Without one, batches have none.
-        output: `"matrix"` for inputs as one float32 array of shape (rows, columns), for columns of numbers;
-            `"columns"` for a dict of arrays.
-        shuffle: Whether each epoch has another order.
-        seed: What the order depends on; drawn where it is not given.
-        mix_blocks: Blocks whose rows are shuffled together.
-        drop_remainder: Whether to leave out a last batch with fewer rows.
-        workers: Threads that read.
-        max_queue_size: Batches that may wait. By default at most 10 and about 256 MiB.
+        path: Files to read: .parquet, .arrow, .feather or .csv.
+        batch_size: Rows in a batch; the last batch of an epoch may have fewer.
+        columns: The inputs. Defaults to all columns but the label.
+        label: The target. Without one, batches have inputs only.
+        output: `"matrix"` for inputs as one float32 array of shape (rows, columns); `"columns"` for a dict of arrays.
+        shuffle: Whether to shuffle, in a new order each epoch.
+        seed: Seed of the order; drawn at random by default.
+        mix_blocks: Number of blocks whose rows are shuffled together.
+        drop_remainder: Whether to drop a last batch with fewer rows.
+        workers: Number of reading threads.
+        max_queue_size: Most batches to read ahead. Defaults to at most 10 and about 256 MiB.
 
     Returns:
         A `Stream`.
@@ -61,17 +60,8 @@ def from_table(
     one_of(output, "output", "matrix", "columns")
     needed("pyarrow", "tables")
     held = 2 * mix_blocks if shuffle else 2
-    source = TableSource(_files_of(path), columns, label, output == "matrix", held)
-    return Stream(
-        source,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        mix_blocks=mix_blocks,
-        drop_remainder=drop_remainder,
-        workers=workers,
-        max_queue_size=max_queue_size,
-    )
+    source = TableSource(_tables(path), columns, label, output == "matrix", held)
+    return Stream(source, batch_size, shuffle, seed, drop_remainder, workers, max_queue_size, mix_blocks)
 
 
 class TableSource(Source):
@@ -83,7 +73,7 @@ class TableSource(Source):
         self, files: list[str], columns: Sequence[str] | None, label: str | None, matrix: bool, held: int
     ) -> None:
         self._files = files
-        self._format = _FORMATS[os.path.splitext(files[0])[1].lower()]
+        self._format = _FORMATS[_kind(files[0])]
         self._blocks, self.block_rows, names = self._indexed()
         self.count = sum(self.block_rows)
         if self.count == 0:
@@ -135,15 +125,15 @@ class TableSource(Source):
     def _array(self, column: Any, name: str, file: str) -> Any:
         if column.null_count:
             raise ValueError(
-                f"Expected a value in every row. Received: {column.null_count:,} empty ones in {name!r} of {file}. "
-                "Fill or drop them first, or leave the column out with `columns`."
+                f"Expected a value in every row. Received: {column.null_count:,} missing ones in {name!r} of {file}. "
+                "Fill or drop them first, or select other columns with `columns`."
             )
         array = column.to_numpy()
         if array.dtype.hasobject:
             if self._matrix or name == self._label:
                 raise TypeError(
                     f"Expected columns of numbers. Received: column {name!r} of type {column.type} in {file}. "
-                    "Leave it out with `columns`, or take output='columns' for text."
+                    "Select other columns with `columns`, or pass output='columns' for text."
                 )
             array = array.astype(str)
         return array
@@ -199,7 +189,7 @@ class TableSource(Source):
                     else:
                         here, found = self._csv_index(path)
                 except Exception as wrong:
-                    raise ValueError(f"{path} is no {self._format} file that can be read: {wrong}") from wrong
+                    raise ValueError(f"{path} is not a readable {self._format} file: {wrong}") from wrong
                 if names is not None and here != names:
                     raise ValueError(f"Expected the columns of {self._files[0]}: {names}. Received: {here} in {path}")
                 names = here
@@ -221,7 +211,7 @@ class TableSource(Source):
             while text := opened.read(_CSV_BLOCK):
                 text += opened.readline()
                 if text.count(b'"') % 2:
-                    raise ValueError("fields in quotes go over several lines, which cannot be read in blocks")
+                    raise ValueError("quoted fields span several lines, which cannot be read in blocks")
                 lines = sum(1 for line in text.splitlines() if line.strip())
                 found.append(((begin, len(text)), lines))
                 begin += len(text)
@@ -237,17 +227,16 @@ class TableSource(Source):
         return f"{self.count:,} rows in {len(self.block_rows):,} blocks of {len(self._files)} {self._format} files"
 
 
-def _files_of(path: Any) -> list[str]:
-    if isinstance(path, (list, tuple)):
-        files = [existing(one, "a table") for one in path]
-    elif os.path.isdir(existing(path, "a table")):
-        files = sorted(entry.path for entry in os.scandir(path) if os.path.splitext(entry.name)[1].lower() in _FORMATS)
-    else:
-        files = [existing(path, "a table")]
-    formats = {_FORMATS.get(os.path.splitext(file)[1].lower()) for file in files}
-    if not files or len(formats) != 1 or None in formats:
+def _tables(path: Any) -> list[str]:
+    files = files_of(path, "a table", lambda name: _kind(name) in _FORMATS)
+    formats = {_FORMATS.get(_kind(file)) for file in files}
+    if len(formats) != 1 or None in formats:
         raise ValueError(
             f"Expected files of one of the kinds {', '.join(_FORMATS)}. Received: {len(files)} files in {path!r}, of "
             f"kinds {sorted({os.path.splitext(file)[1] for file in files})}"
         )
     return files
+
+
+def _kind(file: str) -> str:
+    return os.path.splitext(file)[1].lower()

@@ -80,7 +80,7 @@ class RecordSource(Source):
                 name = f"{self._files[file]} at byte {int(self._offsets[place]):,}"
                 self._found_corrupt(name, f"{type(wrong).__name__}: {wrong}", wrong)
                 self._unreadable.add(place)
-        raise ValueError(f"None of {self.count:,} records in {len(self._files)} files can be read")
+        raise ValueError(f"None of {self.count:,} records in {len(self._files)} files is readable")
 
     def _opened(self, file: int) -> Any:
         # One reader for each thread and file: a reader has a position.
@@ -93,7 +93,7 @@ class RecordSource(Source):
         if not self._skip:
             raise ValueError(
                 f"The record of {name} cannot be read ({reason}). Write the file again, or pass on_corrupt='skip' to "
-                "leave such records out."
+                "skip such records."
             ) from wrong
         self.corrupt[name] = reason
 
@@ -122,10 +122,12 @@ class RecordSource(Source):
                 length = int.from_bytes(head[:8], "little")
                 end = offset + _HEAD + length + _TAIL
                 if len(head) < _HEAD or _masked_crc(head[:8]) != int.from_bytes(head[8:], "little"):
-                    self._found_corrupt(f"{path} at byte {offset:,}", "its length is damaged; the rest is left out")
+                    self._found_corrupt(
+                        f"{path} at byte {offset:,}", "its length is damaged; the rest of the file is skipped"
+                    )
                     return
                 if end > size:
-                    reason = f"cut short: {length:,} bytes are announced, {size - offset - _HEAD:,} are there"
+                    reason = f"truncated: it has {size - offset - _HEAD:,} of {length:,} bytes"
                     self._found_corrupt(f"{path} at byte {offset:,}", reason)
                     return
                 yield offset

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from oomproof.data.sources.shared import existing, one_of, whole_number
+from oomproof.data.sources.shared import files_of, one_of, whole_number
 from oomproof.data.stream import Stream
 from oomproof.errors import BackendError
 
@@ -27,25 +27,25 @@ def from_records(
 ) -> Stream:
     """Streams TFRecord files: a file, a list of files, or a folder of .tfrecord and .tfrecords files.
 
-    Takes TensorFlow for reading, on every backend. The places of the records are found once, when the stream is made,
-    and take 8 bytes each; a shuffled epoch is then a full shuffle, without a buffer of records. Compressed files have
-    no places, and are refused.
+    Reading needs TensorFlow, on every backend. The offsets of the records are found once, when the stream is made, and
+    take 8 bytes each; a shuffled epoch is then a full shuffle, without a buffer of records. Compressed files are
+    refused, because their records cannot be read by offset.
 
     Args:
-        path: What to read.
-        features: What the records are made of, as `tf.io.parse_example` takes it. Records without targets are then a
-            dict of arrays, or the array itself where there is one feature.
+        path: Files to read.
+        features: The features of a record, as for `tf.io.parse_example`. Inputs are a dict of arrays, or one array if
+            there is one feature besides the label.
         label: The feature that is the target.
-        parse: Instead of `features`: called with a record (bytes) for a sample, such as `(x, y)`.
-        batch_size: Records in a batch; the last one of an epoch may have fewer.
-        shuffle: Whether each epoch has another order.
-        seed: What the order depends on; drawn where it is not given.
+        parse: Instead of `features`, a function from a record (bytes) to a sample, such as `(x, y)`.
+        batch_size: Records in a batch; the last batch of an epoch may have fewer.
+        shuffle: Whether to shuffle, in a new order each epoch.
+        seed: Seed of the order; drawn at random by default.
         on_corrupt: `"error"` to stop at a damaged record, naming file and offset. `"skip"` to go on: the next readable
-            record takes its place, and `stream.corrupt` has it. Behind damage that hides where the next record
-            begins, the rest of a file is left out.
-        drop_remainder: Whether to leave out a last batch with fewer records.
-        workers: Threads that read.
-        max_queue_size: Batches that may wait. By default at most 10 and about 256 MiB.
+            record takes its place, and `stream.corrupt` lists it. Where damage hides the start of the next record, the
+            rest of the file is skipped.
+        drop_remainder: Whether to drop a last batch with fewer records.
+        workers: Number of reading threads.
+        max_queue_size: Most batches to read ahead. Defaults to at most 10 and about 256 MiB.
 
     Returns:
         A `Stream`.
@@ -56,33 +56,16 @@ def from_records(
         raise ValueError(f"Expected one of `features` and `parse`. Received: features={features}, parse={parse}")
     if label is not None and (features is None or label not in features):
         raise ValueError(f"Expected `label` to be one of `features`. Received: label={label!r}")
+    files = files_of(path, "a TFRecord file", lambda name: ".tfrecord" in name)
+    if not files:
+        raise ValueError(f"Expected TFRecord files. Received: none in {path!r}")
     try:
         from oomproof.data.sources.tf_reader import RecordSource
 
-        source = RecordSource(_files_of(path), features, label, parse, skip=on_corrupt == "skip")
+        source = RecordSource(files, features, label, parse, skip=on_corrupt == "skip")
     except ImportError as missing:
         raise BackendError(
-            f"Reading TFRecord files takes TensorFlow, which cannot be imported ({missing}): "
+            f"Reading TFRecord files needs TensorFlow, which cannot be imported ({missing}): "
             "pip install 'oomproof[tensorflow]'"
         ) from missing
-    return Stream(
-        source,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        drop_remainder=drop_remainder,
-        workers=workers,
-        max_queue_size=max_queue_size,
-    )
-
-
-def _files_of(path: Any) -> list[str]:
-    if isinstance(path, (list, tuple)):
-        files = [existing(one, "a TFRecord file") for one in path]
-    elif os.path.isdir(existing(path, "a TFRecord file")):
-        files = sorted(entry.path for entry in os.scandir(path) if ".tfrecord" in entry.name)
-    else:
-        files = [existing(path, "a TFRecord file")]
-    if not files:
-        raise ValueError(f"Expected TFRecord files. Received: none in {path!r}")
-    return files
+    return Stream(source, batch_size, shuffle, seed, drop_remainder, workers, max_queue_size)
