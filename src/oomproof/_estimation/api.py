@@ -273,17 +273,17 @@ def _card_with(memory: int | str) -> gpus.Gpu:
 
 
 def is_compiled(model: Any, backend: Backend) -> bool:
-    """Whether Keras would compile the step on a machine with a GPU. It says no to TensorFlow on one without."""
+    """Whether Keras compiles the step on a machine with a GPU."""
     if model.run_eagerly:
         return False
-    if backend.name == "tensorflow" and gpus.local() is None:
+    if backend.traits.compiles_on_gpu_only and gpus.local() is None:
         return bool(model_supports_jit(model))
     return bool(model.jit_compile)
 
 
 def _jit_turned_off(model: Any, backend: Backend) -> tuple[str, ...]:
     """Saved on TensorFlow without a GPU, a model says that nothing is to be compiled, which JAX takes at its word."""
-    if backend.name != "jax" or not model.compiled or model.jit_compile or model.run_eagerly:
+    if not backend.traits.compiles_by_default or not model.compiled or model.jit_compile or model.run_eagerly:
         return ()
     return ("jit_compile=False, as in files from TensorFlow without a GPU: run op by op. --jit: as if compiled.",)
 
@@ -291,7 +291,7 @@ def _jit_turned_off(model: Any, backend: Backend) -> tuple[str, ...]:
 def mode_of(backend: Backend, compiled: bool, model: Any) -> str:
     if compiled:
         return "compiled"
-    return "graph" if backend.name == "tensorflow" and not model.run_eagerly else "eager"
+    return "eager" if model.run_eagerly else backend.traits.uncompiled_mode
 
 
 def _answer(module: Any, question: Question) -> Answer:
@@ -312,11 +312,10 @@ def _in_pieces(answer: Answer, model: Any, workload: Any, batch_size: int, backe
     """The step of a piece as part of its batch, whose rest is there too, and what gradients are added up in."""
     end = len(answer.trace.ops)
     more = []
-    # On torch the batch waits on the host, and gradients are added up where the step has them anyway.
-    if backend.name != "torch":
+    if not backend.traits.pieces_wait_on_host:
         rest = batch_bytes(workload, batch_size) - batch_bytes(workload, None)
         more.append(Buffer(rest, -1, end, "input", ""))
-    if backend.name != "torch" and workload.phase == "train":
+    if workload.phase == "train" and not backend.traits.gradients_add_in_place:
         more += [
             Buffer(tensor_bytes(tuple(v.shape), v.dtype), 0, end - 1, "gradients", _layer_of(v))
             for v in model.trainable_weights

@@ -223,8 +223,8 @@ class Planner:
         return 1 + band_of("trace", self._backend.name, mode).above
 
     def _is_looked_at(self, workload: Workload) -> bool:
-        """Whether traces are of this very step: on torch, where it runs op by op and the GPU's allocator is known."""
-        return self._backend.name == "torch" and workload.target.gpu and not workload.jit
+        """Whether a trace shows what this very step allocates."""
+        return self._backend.traits.traces_are_exact and workload.target.gpu and not workload.jit
 
     def _looked_at(self, request: planning.Request, workload: Workload, caution: float) -> Plan:
         assert self._ways is not None
@@ -355,7 +355,7 @@ class Planner:
         mixed = "mixed_bfloat16" if capability >= (8, 0) else "mixed_float16"
         if "mixed_precision" in self._levers and policy_of(self._model).name == "float32":
             yield self._way(workload, precision=mixed, speed=_SPEED_OF_MIXED_PRECISION)
-        if "xla" in self._levers and self._backend.name == "tensorflow" and not workload.jit:
+        if "xla" in self._levers and self._backend.traits.offers_xla and not workload.jit:
             compiled = dataclasses.replace(workload, jit=True)
             yield self._way(compiled, speed=_SPEED_OF_XLA)
 
@@ -379,18 +379,18 @@ class Planner:
             host=host,
             # The more the device is waited for, the less it matters.
             run_cost=_LAYERS_TO_BEGIN / max(1, chain.calls) * host / (1 + host),
-            equal_pieces_only=workload.jit and backend.name != "torch",
-            adds_up=backend.name != "torch",
+            equal_pieces_only=workload.jit and backend.traits.compiles_each_size,
+            adds_up=not backend.traits.gradients_add_in_place,
             batch_on_device=backend.batch_on_device(model, workload),
             commit=_resident(model) + self._while_updating(),
         )
 
     def _while_updating(self) -> int:
-        """Bytes that an update computes in between. On torch that is for all weights at once.
+        """Bytes that an update computes in between, where that is for all weights at once.
 
         Two sets at least: Adam did not fit where there was room for one and a half.
         """
-        weights = self._model.trainable_variables if self._backend.name == "torch" else ()
+        weights = self._model.trainable_variables if self._backend.traits.updates_at_once else ()
         return 2 * sum(tensor_bytes(tuple(v.shape), str(v.dtype)) for v in weights)
 
 

@@ -36,7 +36,7 @@ def why_not(question: Question) -> str | None:
         return "it runs small steps on the device at hand, and the memory of that one cannot be measured"
     if question.gpu != here:
         return f"it runs small steps on the device at hand, {memory.describe()}, which is not the one asked about"
-    if question.backend.name == "jax":
+    if not question.backend.traits.measures_peaks:
         return 'JAX does not tell the peak of a step; XLA plans it, and engine="compile" asks XLA'
     if question.workload.recompute:
         return "it runs the model as it is, and stretches of it were to be recomputed"
