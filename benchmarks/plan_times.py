@@ -314,7 +314,8 @@ class Bench:
         from oomproof._estimation.api import is_compiled
         from oomproof._estimation.workloads import describe
         from oomproof._planning import remat
-        from oomproof._planning.planner import Planner, allowed
+        from oomproof._planning.levers import allowed
+        from oomproof._planning.planner import Planner
         from oomproof._records.trace import Target
 
         model, backend = self.fresh().model, backends.current()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from oomproof import data
     from oomproof._estimation.api import estimate, max_batch_size
     from oomproof._explain.api import explain
-    from oomproof._planning.planner import plan
+    from oomproof._planning.api import plan
     from oomproof._training.gradients import gradients
     from oomproof._training.guard import fit, guard, unguard
     from oomproof._training.verify import verify
@@ -73,7 +73,7 @@ _ROOMS = {
     "guard": "oomproof._training.guard",
     "unguard": "oomproof._training.guard",
     "gradients": "oomproof._training.gradients",
-    "plan": "oomproof._planning.planner",
+    "plan": "oomproof._planning.api",
     "verify": "oomproof._training.verify",
 }
 

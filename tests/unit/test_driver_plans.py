@@ -9,7 +9,7 @@ import pytest
 from oomproof._backends.fake import FakeMemory, FakeStep
 from oomproof._records.plan import Plan
 from oomproof._training.driver import Driver
-from oomproof._training.sizing import Settings
+from oomproof._training.settings import Settings
 from oomproof.errors import InexactWarning
 
 BATCH = list(range(256))
@@ -18,7 +18,7 @@ INEXACT = ("BatchNormalization (bn) normalises with the statistics of each piece
 
 @dataclasses.dataclass
 class RecomputingStep(FakeStep):
-    """Each stretch that is recomputed takes a quarter off what a sample needs."""
+    """Each segment that is recomputed takes a quarter off what a sample needs."""
 
     recompute: tuple[str, ...] = ()
 
@@ -42,7 +42,7 @@ def driver_with(proposals, limit, *, resident=0, settings=None, **step):
     memory = FakeMemory(limit, resident)
     settings = dataclasses.replace(settings or Settings(), propose=proposals)
     driver = Driver(RecomputingStep(memory, **step), memory, settings)
-    driver.begin(silent=False)
+    driver.begin()
     driver.begin_epoch(0)
     return driver
 

@@ -18,14 +18,15 @@ from oomproof._backends.common.model import overrides
 from oomproof._backends.common.precision import compiled, trained_in
 from oomproof._backends.pieces import checked_size
 from oomproof._explain.api import explain
-from oomproof._planning.planner import Planner, allowed
+from oomproof._planning.levers import allowed
+from oomproof._planning.planner import Planner
 from oomproof._records.plan import Plan
 from oomproof._records.run import Phase
 from oomproof._records.units import parse_budget
 from oomproof._training.driver import Driver
 from oomproof._training.drivers import Drivers
 from oomproof._training.proof_cache import ProofCache
-from oomproof._training.sizing import Settings
+from oomproof._training.settings import Settings
 from oomproof.data.slices import feed_in_slices
 from oomproof.errors import RecoveryFailedError
 
