@@ -320,7 +320,7 @@ class Bench:
 
         model, backend = self.fresh().model, backends.current()
         workload = describe(model, self.batch, "train", is_compiled(model, backend), Target(True, (9, 0)))
-        stretches = Planner(backend, model, allowed("default"), cache=False)._way(workload, own=True).chain.stretches
+        stretches = Planner(backend, model, allowed("default"), cache=False)._way(workload, own=True).chain.segments
         smallest = remat.least(stretches)
         low, high = remat.peak(stretches, smallest), remat.peak(stretches, ())
         count = max(1, self.options["levels"])

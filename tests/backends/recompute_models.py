@@ -169,7 +169,7 @@ CASES = {
 
 
 def every(model):
-    return backends.current().stretches(model)
+    return backends.current().segments(model)
 
 
 def one(model):

@@ -204,7 +204,7 @@ def test_nothing_stays_after_a_failed_step():
     with pytest.raises(RuntimeError, match="on purpose"):
         step.train(backends.current().as_batch(NUMBERS[:4], NUMBERS[:4, :3], None), 1, False)
     assert "_run_through_graph" not in vars(model)
-    assert not keras.src.backend.common.global_state.get_global_attribute("oomproof_inside_stretch", False)
+    assert not keras.src.backend.common.global_state.get_global_attribute("oomproof_inside_segment", False)
 
 
 def test_evaluation_and_prediction_stay(float64):
@@ -236,11 +236,11 @@ def test_bad_labels_of_own_code():
     model(NUMBERS[:2])
     with pytest.raises(ValueError, match="may be block_0/dense, block_1/dense"):
         backends.current().step(model).recompute = ("dense",)
-    assert backends.current().stretches(model) == ()
+    assert backends.current().segments(model) == ()
 
 
 def test_labels_of_nested_models():
-    found = backends.current().stretches(made(nested, "eager"))
+    found = backends.current().segments(made(nested, "eager"))
     assert found == (
         "backbone/inner/a",
         "backbone/inner/b",

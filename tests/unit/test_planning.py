@@ -18,7 +18,7 @@ from oomproof._planning.options import Request
 from oomproof._planning.ways import Way, predict, time_of
 from oomproof._records.exactness import Exactness
 from oomproof._records.plan import Alternative, Plan
-from oomproof._records.trace import Chain, Stretch
+from oomproof._records.trace import Chain, Segment
 from oomproof.errors import CannotFitError
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -27,8 +27,8 @@ EXACT = frozenset({"microbatch", "recompute"})
 EVERYTHING = frozenset({"microbatch", "recompute", "xla", "mixed_precision", "batch_statistics"})
 CAVEATS = ("BatchNormalization 'bn' sees fewer samples",)
 
-STRETCHES = tuple(
-    Stretch(
+SEGMENTS = tuple(
+    Segment(
         first=f"{index}_conv",
         last=f"{index}_add",
         kept=GIB,
@@ -41,7 +41,7 @@ STRETCHES = tuple(
 )
 CHAIN = Chain(
     batch_size=1024,
-    stretches=STRETCHES,
+    segments=SEGMENTS,
     resident=GIB,
     inputs=GIB // 4,
     outside=GIB // 8,
@@ -55,7 +55,7 @@ MIXED = dataclasses.replace(
     own=False,
     precision="mixed_bfloat16",
     exact=False,
-    chain=dataclasses.replace(CHAIN, stretches=remat.scaled(CHAIN.stretches, 512, 1024), peak=7 * GIB),
+    chain=dataclasses.replace(CHAIN, segments=remat.scaled(CHAIN.segments, 512, 1024), peak=7 * GIB),
     speed=0.6,
 )
 
@@ -76,16 +76,16 @@ def test_the_plain_step_is_predicted_as_it_was_estimated():
     assert predict(OWN, 1024, 1024) == CHAIN.peak
 
 
-@given(stretches=chains(), sizes=st.tuples(*[st.integers(0, 99)] * 4), peak=st.integers(1, 1000))
-def test_the_plain_step_is_predicted_as_it_was_estimated_whatever_the_parts_say(stretches, sizes, peak):
+@given(segments=chains(), sizes=st.tuples(*[st.integers(0, 99)] * 4), peak=st.integers(1, 1000))
+def test_the_plain_step_is_predicted_as_it_was_estimated_whatever_the_parts_say(segments, sizes, peak):
     resident, inputs, outside, update = sizes
     assume(resident + inputs + outside + update > 0)
-    chain = Chain(8, tuple(stretches), resident, inputs, outside, update, peak)
+    chain = Chain(8, tuple(segments), resident, inputs, outside, update, peak)
     assert predict(dataclasses.replace(OWN, chain=chain), 8, 8) == peak
 
 
 def test_a_piece_takes_its_share_beside_what_does_not_shrink():
-    # The parts: nine stretches, half of one more, a ninth of the gradients, what is beside them.
+    # The parts: nine segments, half of one more, a ninth of the gradients, what is beside them.
     parts = 9 * GIB + GIB // 2 + 16 * MIB + GIB + GIB // 4 + GIB // 8
     chain = dataclasses.replace(CHAIN, peak=parts)
     gradients, fixed = 9 * 16 * MIB, GIB + 16 * MIB
@@ -136,7 +136,7 @@ def test_time_is_that_of_the_way_with_pieces_and_recomputation_on_top():
 def test_beginning_a_run_takes_time():
     slow = dataclasses.replace(OWN, run_cost=0.5)
     assert time_of(slow, 1) == 1.0
-    # Three of nine stretches, and two runs.
+    # Three of nine segments, and two runs.
     assert time_of(slow, 1, ((0, 2), (5, 6))) == pytest.approx(1 + (3 / 9 + 2 * 0.5) / 3)
 
 
@@ -144,7 +144,7 @@ def test_a_host_that_starts_everything_one_by_one_starts_it_for_each_piece_again
     slow = dataclasses.replace(OWN, host=1.0)
     assert time_of(slow, 1) == pytest.approx(1.0)
     assert time_of(slow, 2) == pytest.approx(math.hypot(1.04, 2) / math.sqrt(2))
-    # Recomputing three of nine stretches: a ninth on the device, two ninths on the host.
+    # Recomputing three of nine segments: a ninth on the device, two ninths on the host.
     assert time_of(slow, 1, ((0, 3),)) == pytest.approx(math.hypot(1 + 1 / 9, 1.22) / math.sqrt(2))
     # So much that it is quicker to recompute than to cut, where it was quicker to cut.
     for way, cut in ((OWN, True), (slow, False)):
@@ -253,9 +253,9 @@ def test_sizes_begin_with_the_largest_and_end_with_one_sample(batch, equal, fixe
         assert {piece_count(batch, size) for size in range(1, batch + 1)} == {piece_count(batch, s) for s in sizes}
 
 
-def test_recomputed_stretches_are_named_by_their_first_and_last_call():
-    single = dataclasses.replace(CHAIN.stretches[0], first="0_conv", last="0_conv")
-    chain = dataclasses.replace(CHAIN, stretches=(single, *CHAIN.stretches[1:]))
+def test_recomputed_segments_are_named_by_their_first_and_last_call():
+    single = dataclasses.replace(CHAIN.segments[0], first="0_conv", last="0_conv")
+    chain = dataclasses.replace(CHAIN, segments=(single, *CHAIN.segments[1:]))
     plan = search.fastest(asked(11.5, frozenset({"recompute"})), [dataclasses.replace(OWN, chain=chain)])
     assert plan.recompute == ("0_conv",)
     assert (plan.recomputed, plan.segments) == (1, 9)
@@ -289,8 +289,8 @@ def random_ways(rng: random.Random) -> list[Way]:
 
 
 def random_chain(rng: random.Random) -> Chain:
-    stretches = tuple(
-        Stretch(
+    segments = tuple(
+        Segment(
             first=f"layer_{index}",
             last=f"layer_{index}",
             kept=rng.randint(5, 40),
@@ -303,7 +303,7 @@ def random_chain(rng: random.Random) -> Chain:
         for index in range(rng.randint(1, 4))
     )
     resident, inputs, outside, update = (rng.randint(0, 20) for _ in range(4))
-    return Chain(rng.choice([4, 8, 12]), stretches, resident, inputs, outside, update, peak=0)
+    return Chain(rng.choice([4, 8, 12]), segments, resident, inputs, outside, update, peak=0)
 
 
 def random_request(rng: random.Random, ways: list[Way]) -> Request:
@@ -334,7 +334,7 @@ def everything(request: Request, ways: list[Way]) -> Iterator[Tried]:
             pieces = piece_count(request.batch_size, micro)
             if way.equal_pieces_only:
                 pieces = min(request.batch_size, 2 ** math.ceil(math.log2(pieces)))
-            for runs in all_runs(way.chain.stretches):
+            for runs in all_runs(way.chain.segments):
                 levers = {"xla"} if way.jit else set()
                 levers |= set() if way.exact else {"mixed_precision"}
                 levers |= {"recompute"} if runs else set()

@@ -71,7 +71,7 @@ class Step(Protocol):
     budget: int | None
     # Whether a size that was never run before costs no more than to run it: nothing is traced or compiled for it.
     tries_are_cheap: bool
-    # Stretches that are computed again in the backward pass. Setting it forgets programs that were made for others;
+    # Segmentes that are computed again in the backward pass. Setting it forgets programs that were made for others;
     # ValueError for labels that the model does not have.
     recompute: tuple[str, ...]
     # What the model was when this step was made for it. Its caches are good for nothing else.
@@ -211,11 +211,11 @@ class Backend(Protocol):
 
     def step(self, model: Any) -> Step: ...
 
-    def stretches(self, model: Any) -> tuple[str, ...]:
+    def segments(self, model: Any) -> tuple[str, ...]:
         """Labels of the calls that can be recomputed, in order; none for a model with code of its own."""
 
-    def recomputing(self, model: Any, stretches: Sequence[str]) -> AbstractContextManager[None]:
-        """While it lasts, the model computes the stretches again wherever it is differentiated. For plain steps."""
+    def recomputing(self, model: Any, segments: Sequence[str]) -> AbstractContextManager[None]:
+        """While it lasts, the model computes the segments again wherever it is differentiated. For plain steps."""
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         """Puts `run` where Keras looks for its train, test and predict functions; returns the phases it took.

@@ -74,7 +74,7 @@ def estimate(
         jit: Whether the step is compiled; by default as Keras would decide on a machine with that GPU.
         input_shape: The shape of a sample, where the model leaves it open: a tuple, a list of them for several inputs,
             or a dict by name. A dtype may stand last: `(128, "int32")`.
-        recompute: Stretches of the model that are computed again in the backward pass, as in `Plan.recompute`.
+        recompute: Segmentes of the model that are computed again in the backward pass, as in `Plan.recompute`.
 
     Returns:
         An `Estimate`. Printed, it is a table.
@@ -376,7 +376,7 @@ def _moment(trace: Trace, replayed: Replay) -> str:
 
 
 def _thinned(timeline: Sequence[int]) -> tuple[int, ...]:
-    """At most 500 points, each the most of its stretch."""
+    """At most 500 points, each the largest of those it stands for."""
     if len(timeline) <= _POINTS:
         return tuple(timeline)
     edges = [len(timeline) * index // _POINTS for index in range(_POINTS + 1)]

@@ -1,6 +1,6 @@
-"""A model and its traced step as the chain of stretches that planning works on.
+"""A model and its traced step as the chain of segments that planning works on.
 
-The stretches come from the model's graph: its calls in the order Keras makes them, cut where little crosses. What they
+The segments come from the model's graph: its calls in the order Keras makes them, cut where little crosses. What they
 keep comes from the trace of the plain step, by the layer that each allocation belongs to.
 """
 
@@ -20,18 +20,18 @@ from keras.src.ops.numpy import Reshape
 from oomproof._backends.base import Backend
 from oomproof._backends.common.calls import Call, graph_of, graphs
 from oomproof._planning.costs import cost_of, flops, spec_of
-from oomproof._records.trace import Buffer, Chain, Op, Spec, Stretch, Trace, Workload
+from oomproof._records.trace import Buffer, Chain, Op, Segment, Spec, Trace, Workload
 from oomproof._records.units import tensor_bytes
 
-# More stretches than this are merged: plans get no better, and finding them takes longer.
-MOST_STRETCHES = 64
+# More segments than this are merged: plans get no better, and finding them takes longer.
+MOST_SEGMENTS = 64
 
 
 def chain_of(model: Any, workload: Workload, trace: Trace, peak: int, backend: Backend) -> Chain:
     """What planning needs to know about a step.
 
     Args:
-        model: A built model. One with code of its own has no stretches: it cannot be recomputed in parts.
+        model: A built model. One with code of its own has no segments: it cannot be recomputed in parts.
         workload: The plain step.
         trace: Its trace.
         peak: Its peak, as estimated.
@@ -46,8 +46,8 @@ def chain_of(model: Any, workload: Workload, trace: Trace, peak: int, backend: B
     costs = [sum(calls.cost(index) for index in group) for group in groups]
     gradients = calls.gradients(groups)
     crossing = calls.crossing(groups)
-    stretches = tuple(
-        Stretch(
+    segments = tuple(
+        Segment(
             first=calls.label(group[0]),
             last=calls.label(group[-1]),
             kept=account.kept[number],
@@ -60,7 +60,7 @@ def chain_of(model: Any, workload: Workload, trace: Trace, peak: int, backend: B
     )
     return Chain(
         batch_size=batch_size,
-        stretches=stretches,
+        segments=segments,
         resident=account.resident,
         inputs=account.inputs,
         outside=account.outside,
@@ -160,7 +160,7 @@ class Calls:
     def _size(self, tensor: int) -> int:
         return tensor_bytes(self._specs[tensor].shape, self._specs[tensor].dtype)
 
-    # Stretches
+    # Segmentes
 
     def groups(self) -> list[list[int]]:
         """Calls that follow each other in one graph, cut where little crosses."""
@@ -170,11 +170,11 @@ class Calls:
                 groups[-1].append(index)
             else:
                 groups.append([index])
-        if len(groups) <= MOST_STRETCHES:
+        if len(groups) <= MOST_SEGMENTS:
             return groups
         crossing = self._crossing_after()
         sizes = [sum(self._size(tensor) for index in group for tensor in self._made[index].outputs) for group in groups]
-        while len(groups) > MOST_STRETCHES:
+        while len(groups) > MOST_SEGMENTS:
             # Two that make little go together, all the sooner the more crosses between them.
             scores = [
                 (a + b) / max(1, crossing[left[-1]])
@@ -204,7 +204,7 @@ class Calls:
         return list(itertools.accumulate(change))[:-1]
 
     def crossing(self, groups: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-        """Of each stretch, what is still needed after its end, and after the end of each that follows."""
+        """Of each segment, what is still needed after its end, and after the end of each that follows."""
         found = []
         for number, group in enumerate(groups):
             made = [(self._last.get(t, -1), self._size(t)) for index in group for t in self._made[index].outputs]
@@ -213,7 +213,7 @@ class Calls:
         return found
 
     def gradients(self, groups: Sequence[Sequence[int]]) -> list[int]:
-        """Bytes of the gradients of weights. Shared ones are the last stretch's, whose backward pass comes first."""
+        """Bytes of the gradients of weights. Shared ones are the last segment's, whose backward pass comes first."""
         seen: set[int] = set()
         found = [0] * len(groups)
         for number in reversed(range(len(groups))):
@@ -277,15 +277,15 @@ class _Account:
 
     Args:
         trace: The step.
-        paths: Of each stretch, the paths of the layers it calls.
+        paths: Of each segment, the paths of the layers it calls.
         after_all: Whether the update begins when the backward pass is over, whatever the trace says.
     """
 
     def __init__(self, trace: Trace, paths: Sequence[Sequence[str]], after_all: bool) -> None:
         self._count = max(1, len(trace.ops))
         self._callers: dict[str, list[int]] = {}
-        for number, stretch in enumerate(paths):
-            for path in stretch:
+        for number, segment in enumerate(paths):
+            for path in segment:
                 self._callers.setdefault(path, []).append(number)
         self._known: dict[str, list[int]] = {}
         moving = [b for b in trace.buffers if b.start >= 0]
@@ -318,7 +318,7 @@ class _Account:
         return self._work.get(number, result if passes else 0)
 
     def _of(self, path: str) -> list[int]:
-        """The stretches of the calls of the outermost layer that is called in the graph, once for each call."""
+        """The segments of the calls of the outermost layer that is called in the graph, once for each call."""
         if path not in self._known:
             parts = path.split("/")
             outer = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
@@ -333,10 +333,10 @@ class _Account:
             change[min(buffer.end, self._count - 1) + 1] -= buffer.size
         return np.cumsum(change[:-1])
 
-    def _kept(self, ops: Sequence[Op], activations: Sequence[Buffer], stretches: int) -> tuple[list[int], int]:
-        """What each stretch keeps, and what nobody does, when the forward pass is over: when most is kept."""
+    def _kept(self, ops: Sequence[Op], activations: Sequence[Buffer], segments: int) -> tuple[list[int], int]:
+        """What each segment keeps, and what nobody does, when the forward pass is over: when most is kept."""
         turn = int(np.argmax(self._timeline(activations)))
-        kept, outside = [0] * stretches, 0
+        kept, outside = [0] * segments, 0
         before = self._before(ops)
         for buffer in activations:
             if not buffer.start <= turn <= buffer.end:

@@ -1,7 +1,7 @@
 """About how long a call of a layer takes, from shapes alone.
 
 Arithmetic and memory traffic of the call, at the rates of a usual card. Only ratios between calls count: they say what
-computing a stretch of the model a second time costs next to the rest of the step.
+computing a segment of the model a second time costs next to the rest of the step.
 """
 
 from __future__ import annotations

@@ -95,10 +95,10 @@ def _recomputing(request: Request, way: Way, sizes: Sequence[int], plain: int | 
         if time_of(way, pieces) >= bound:
             return best  # More pieces take longer, so what is left cannot be faster.
         piece = Piece.of(way, micro, request.batch_size)
-        runs = remat.choose(piece.stretches, piece.room(request.most), way.run_cost)
+        runs = remat.choose(piece.segments, piece.room(request.most), way.run_cost)
         if runs and time_of(way, pieces, runs) < bound:
             best, bound = (micro, runs), time_of(way, pieces, runs)
-    if best is None and (runs := remat.least(Piece.of(way, sizes[-1], request.batch_size).stretches)):
+    if best is None and (runs := remat.least(Piece.of(way, sizes[-1], request.batch_size).segments)):
         best = (sizes[-1], runs)
     return best
 

@@ -1,9 +1,9 @@
-"""Which stretches of a model to compute again in the backward pass: a pure function of what each keeps and costs.
+"""Which segments of a model to compute again in the backward pass: a pure function of what each keeps and costs.
 
-A run `(a, b)` is the neighbouring stretches `a` to `b - 1`, recomputed together: of what they make, only what later
-stretches need is kept. When the backward pass comes to the run, all of it is made again, so a long run keeps little
+A run `(a, b)` is the neighbouring segments `a` to `b - 1`, recomputed together: of what they make, only what later
+segments need is kept. When the backward pass comes to the run, all of it is made again, so a long run keeps little
 but needs much room at its own moment. `choose` weighs that by dynamic programming from left to right: a state is what
-the stretches so far keep and what recomputing them costs, and each stretch or run that is added must have room at its
+the segments so far keep and what recomputing them costs, and each segment or run that is added must have room at its
 own moment of the backward pass. All that this moment depends on is known by then: what is kept before it, and the
 gradients of the weights behind it.
 """
@@ -17,22 +17,22 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from oomproof._records.trace import Stretch
+from oomproof._records.trace import Segment
 
 Runs = tuple[tuple[int, int], ...]
 
-# Costs are whole numbers, so that sums of the same stretches are equal however they were added up: the time in
-# billionths of the forward pass, then the number of runs, then that of the stretches in them.
-_STRETCH = 1
+# Costs are whole numbers, so that sums of the same segments are equal however they were added up: the time in
+# billionths of the forward pass, then the number of runs, then that of the segments in them.
+_SEGMENT = 1
 _RUN = 10**5
 _TICK = 10**10
 _TICKS = 10**9
-# About as many states are looked at, over all runs. For a few dozen stretches these are all there are.
+# About as many states are looked at, over all runs. For a few dozen segments these are all there are.
 _STATES = 400_000
 
 
 class _Block(NamedTuple):
-    """A run, or one stretch that is kept, as the backward pass sees it."""
+    """A run, or one segment that is kept, as the backward pass sees it."""
 
     start: int
     end: int
@@ -42,7 +42,7 @@ class _Block(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Blocks up to some stretch: what they keep and what they cost."""
+    """Blocks up to some segment: what they keep and what they cost."""
 
     keeps: int
     cost: int
@@ -50,46 +50,46 @@ class _State(NamedTuple):
     before: _State | None
 
 
-def peak(stretches: Sequence[Stretch], runs: Runs) -> int:
-    """Most bytes that stretches hold at a moment of the backward pass, gradients of their weights included.
+def peak(segments: Sequence[Segment], runs: Runs) -> int:
+    """Most bytes that segments hold at a moment of the backward pass, gradients of their weights included.
 
-    The end of the forward pass needs no looking at: the backward pass of the last stretch begins with all of it.
+    The end of the forward pass needs no looking at: the backward pass of the last segment begins with all of it.
     """
-    behind = _sums_behind([stretch.gradients for stretch in stretches])
+    behind = _sums_behind([segment.gradients for segment in segments])
     ends = dict(runs)
     most = kept = position = 0
-    while position < len(stretches):
+    while position < len(segments):
         end = ends.get(position)
         if end is None:
-            block = _kept(stretches, position, behind)
+            block = _kept(segments, position, behind)
         else:
-            block = next(run for run in _runs_to(stretches, end, behind) if run.start == position)
+            block = next(run for run in _runs_to(segments, end, behind) if run.start == position)
         most = max(most, kept + block.needs)
         kept += block.keeps
         position = block.end
     return most
 
 
-def choose(stretches: Sequence[Stretch], room: int, run_cost: float = 0.0) -> Runs | None:
+def choose(segments: Sequence[Segment], room: int, run_cost: float = 0.0) -> Runs | None:
     """The runs to recompute so that the backward pass stays within `room` bytes, at the least cost of time.
 
-    Of runs that cost the same, the fewest, then the shortest. With more than a few dozen stretches only the likeliest
+    Of runs that cost the same, the fewest, then the shortest. With more than a few dozen segments only the likeliest
     combinations are looked at; whether there is an answer is certain in any case.
 
     Args:
-        stretches: In the order of the forward pass.
+        segments: In the order of the forward pass.
         room: Bytes for all that `peak` counts.
         run_cost: What it costs to begin a run, as a share of the forward pass.
 
     Returns:
         `(start, end)` of each run, in order, or `None` when nothing fits.
     """
-    if peak(stretches, ()) <= room:
+    if peak(segments, ()) <= room:
         return ()
-    if not stretches or _needed_anyway(stretches) > room:
+    if not segments or _needed_anyway(segments) > room:
         return None
-    search = _Search(stretches, room, run_cost)
-    front = max(2, _STATES // len(stretches) ** 2)
+    search = _Search(segments, room, run_cost)
+    front = max(2, _STATES // len(segments) ** 2)
     # What is dearer than needed is most of the search. A bound that turns out too low was found out quickly.
     needed = search.promised(0, _State(0, 0, None, None), room)
     for bound in (1.5 * needed, 4 * needed, math.inf):
@@ -98,11 +98,11 @@ def choose(stretches: Sequence[Stretch], room: int, run_cost: float = 0.0) -> Ru
     return None
 
 
-def least(stretches: Sequence[Stretch]) -> Runs:
+def least(segments: Sequence[Segment]) -> Runs:
     """The runs with the smallest peak, to within a thousandth."""
     best: Runs = ()
-    low, high = 0, peak(stretches, best)
-    search = _Search(stretches, high)
+    low, high = 0, peak(segments, best)
+    search = _Search(segments, high)
     while high - low > high // 1000:
         room = (low + high) // 2
         found = search.cheapest(room, 1)
@@ -110,27 +110,27 @@ def least(stretches: Sequence[Stretch]) -> Runs:
             low = room + 1
         else:
             best = _runs_of(found)
-            high = peak(stretches, best)
+            high = peak(segments, best)
     return best
 
 
-def label(run: Sequence[Stretch]) -> str:
+def label(run: Sequence[Segment]) -> str:
     """What a run is called in a plan: `"conv_1..relu_3"`, or the label of its only call."""
     first, last = run[0].first, run[-1].last
     return first if first == last else f"{first}..{last}"
 
 
-def scaled(stretches: Sequence[Stretch], samples: int, of: int, *, with_gradients: bool = True) -> tuple[Stretch, ...]:
-    """Stretches of a batch of `of` samples, for `samples` of them."""
+def scaled(segments: Sequence[Segment], samples: int, of: int, *, with_gradients: bool = True) -> tuple[Segment, ...]:
+    """Segmentes of a batch of `of` samples, for `samples` of them."""
     return tuple(
         dataclasses.replace(
-            stretch,
-            kept=share(stretch.kept, samples, of),
-            crossing=tuple(share(size, samples, of) for size in stretch.crossing),
-            work=share(stretch.work, samples, of),
-            gradients=stretch.gradients if with_gradients else 0,
+            segment,
+            kept=share(segment.kept, samples, of),
+            crossing=tuple(share(size, samples, of) for size in segment.crossing),
+            work=share(segment.work, samples, of),
+            gradients=segment.gradients if with_gradients else 0,
         )
-        for stretch in stretches
+        for segment in segments
     )
 
 
@@ -140,22 +140,22 @@ def share(size: int, samples: int, of: int) -> int:
 
 
 class _Search:
-    """Ways through a chain of stretches, block by block, that stay within `most` bytes."""
+    """Ways through a chain of segments, block by block, that stay within `most` bytes."""
 
-    def __init__(self, stretches: Sequence[Stretch], most: int, run_cost: float = 0.0) -> None:
-        behind = _sums_behind([stretch.gradients for stretch in stretches])
-        self.starting = [[_kept(stretches, at, behind)] for at in range(len(stretches))]
-        for end in range(1, len(stretches) + 1):
-            for run in _runs_to(stretches, end, behind, run_cost):
+    def __init__(self, segments: Sequence[Segment], most: int, run_cost: float = 0.0) -> None:
+        behind = _sums_behind([segment.gradients for segment in segments])
+        self.starting = [[_kept(segments, at, behind)] for at in range(len(segments))]
+        for end in range(1, len(segments) + 1):
+            for run in _runs_to(segments, end, behind, run_cost):
                 if run.needs <= most:
                     self.starting[run.start].append(run)
-        self.to_come = _sums_behind([stretch.kept for stretch in stretches])
-        self.savings = _savings(stretches)
+        self.to_come = _sums_behind([segment.kept for segment in segments])
+        self.savings = _savings(segments)
 
     def cheapest(self, room: int, front: int, bound: float = math.inf) -> _State | None:
         """The cheapest way through that stays within `room`, and is no dearer than `bound`.
 
-        At most about `front` states are kept for each stretch. Without a bound, that of the fewest bytes is always one
+        At most about `front` states are kept for each segment. Without a bound, that of the fewest bytes is always one
         of them: where any way leads on, one leads on from there.
         """
         reached: list[list[_State]] = [[] for _ in range(len(self.starting) + 1)]
@@ -219,55 +219,55 @@ class _Savings:
         return self.costs[full] + (missing - self.sizes[full]) * self.prices[full]
 
 
-def _savings(stretches: Sequence[Stretch]) -> list[_Savings]:
-    """For each stretch, what those from there on have to offer."""
+def _savings(segments: Sequence[Segment]) -> list[_Savings]:
+    """For each segment, what those from there on have to offer."""
     offers: list[tuple[float, int, int]] = []
     found = []
-    for stretch in reversed(stretches):
-        if stretch.recomputable and stretch.kept:
-            cost = round(stretch.cost * _TICKS) * _TICK
-            bisect.insort(offers, (cost / stretch.kept, stretch.kept, cost))
+    for segment in reversed(segments):
+        if segment.recomputable and segment.kept:
+            cost = round(segment.cost * _TICKS) * _TICK
+            bisect.insort(offers, (cost / segment.kept, segment.kept, cost))
         found.append(_Savings(offers))
     return found[::-1]
 
 
-def _kept(stretches: Sequence[Stretch], at: int, behind: Sequence[int]) -> _Block:
-    stretch = stretches[at]
-    return _Block(at, at + 1, stretch.kept, stretch.kept + stretch.work + behind[at], 0)
+def _kept(segments: Sequence[Segment], at: int, behind: Sequence[int]) -> _Block:
+    segment = segments[at]
+    return _Block(at, at + 1, segment.kept, segment.kept + segment.work + behind[at], 0)
 
 
-def _needed_anyway(stretches: Sequence[Stretch]) -> int:
-    """Bytes without which the backward pass of some stretch cannot run, whatever is recomputed."""
-    behind = _sums_behind([stretch.gradients for stretch in stretches])
-    return max(_kept(stretches, at, behind).needs for at in range(len(stretches)))
+def _needed_anyway(segments: Sequence[Segment]) -> int:
+    """Bytes without which the backward pass of some segment cannot run, whatever is recomputed."""
+    behind = _sums_behind([segment.gradients for segment in segments])
+    return max(_kept(segments, at, behind).needs for at in range(len(segments)))
 
 
-def _runs_to(stretches: Sequence[Stretch], end: int, behind: Sequence[int], run_cost: float = 0.0) -> Iterator[_Block]:
+def _runs_to(segments: Sequence[Segment], end: int, behind: Sequence[int], run_cost: float = 0.0) -> Iterator[_Block]:
     """Every run that ends there, the shortest first.
 
-    What was made again is let go of as the backward pass of the run goes on, so each of its stretches has a moment.
+    What was made again is let go of as the backward pass of the run goes on, so each of its segments has a moment.
     """
-    graph, _, _ = stretches[end - 1].last.rpartition("/")
+    graph, _, _ = segments[end - 1].last.rpartition("/")
     keeps = needs = 0
     cost = round(run_cost * _TICKS) * _TICK + _RUN
     for start in range(end - 1, -1, -1):
-        stretch = stretches[start]
-        if not stretch.recomputable or not _is_part_of(graph, stretch):
+        segment = segments[start]
+        if not segment.recomputable or not _is_part_of(graph, segment):
             return
         further = end - 1 - start
-        crossing = stretch.crossing[further] if further < len(stretch.crossing) else 0
+        crossing = segment.crossing[further] if further < len(segment.crossing) else 0
         keeps += crossing
-        needs = max(stretch.kept, crossing) + max(needs, stretch.work + behind[start])
-        cost += round(stretch.cost * _TICKS) * _TICK + _STRETCH
+        needs = max(segment.kept, crossing) + max(needs, segment.work + behind[start])
+        cost += round(segment.cost * _TICKS) * _TICK + _SEGMENT
         yield _Block(start, end, keeps, needs, cost)
 
 
-def _is_part_of(graph: str, stretch: Stretch) -> bool:
-    return stretch.first.rpartition("/")[0] == graph == stretch.last.rpartition("/")[0]
+def _is_part_of(graph: str, segment: Segment) -> bool:
+    return segment.first.rpartition("/")[0] == graph == segment.last.rpartition("/")[0]
 
 
 def _sums_behind(sizes: Sequence[int]) -> list[int]:
-    """For each stretch, the sum over it and those behind it."""
+    """For each segment, the sum over it and those behind it."""
     return list(itertools.accumulate(reversed(sizes)))[::-1]
 
 

@@ -46,7 +46,7 @@ def fastest(request: Request, ways: Sequence[Way]) -> Plan:
     chain = taken.way.chain
     return Plan(
         micro_batch_size=taken.micro if taken.pieces > 1 else None,
-        recompute=tuple(remat.label(chain.stretches[start:end]) for start, end in taken.runs),
+        recompute=tuple(remat.label(chain.segments[start:end]) for start, end in taken.runs),
         jit_compile=None if taken.way.jit == own.jit else taken.way.jit,
         precision=None if taken.way.precision == own.precision else taken.way.precision,
         caveats=taken.caveats,

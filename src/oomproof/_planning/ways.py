@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from oomproof._backends.pieces import piece_count
 from oomproof._planning import remat
-from oomproof._records.trace import Chain, Stretch
+from oomproof._records.trace import Chain, Segment
 
 # Where the estimate and the sum of the parts differ by more, the parts miss the moment of the peak.
 _FAR_OFF = 4
@@ -31,7 +31,7 @@ class Way:
         forward_share: Time of its forward pass, as a share of its plain step's.
         host: Time the host takes to start everything in a plain step, as a multiple of the device's; 0 where nothing
             is started one by one.
-        run_cost: Time to begin a run of stretches again, as a share of that of its plain step's forward pass.
+        run_cost: Time to begin a run of segments again, as a share of that of its plain step's forward pass.
         equal_pieces_only: Whether numbers of pieces are powers of two.
         adds_up: Whether the gradients of a piece are made beside the sum over pieces, not in it.
         batch_on_device: The part of the batch that is on the device, for all samples, while its pieces run.
@@ -61,7 +61,7 @@ class Way:
     @property
     def recomputable(self) -> int:
         """How many of its segments can be recomputed."""
-        return sum(stretch.recomputable for stretch in self.chain.stretches)
+        return sum(segment.recomputable for segment in self.chain.segments)
 
     def pieces(self, batch_size: int, micro: int) -> int:
         """Into how many pieces it cuts a batch for none to have more than `micro` samples."""
@@ -69,9 +69,9 @@ class Way:
 
 
 def predict(way: Way, micro: int, batch_size: int, runs: remat.Runs = ()) -> int:
-    """Bytes at the peak of a step in pieces of at most `micro` samples that recomputes `runs` of its stretches."""
+    """Bytes at the peak of a step in pieces of at most `micro` samples that recomputes `runs` of its segments."""
     piece = Piece.of(way, micro, batch_size)
-    return piece.predicted(remat.peak(piece.stretches, runs))
+    return piece.predicted(remat.peak(piece.segments, runs))
 
 
 def least(way: Way, batch_size: int) -> int:
@@ -81,7 +81,7 @@ def least(way: Way, batch_size: int) -> int:
 
 def time_of(way: Way, pieces: int, runs: remat.Runs = ()) -> float:
     """Time of a step, as a multiple of the plain step of the user's own way."""
-    recomputed = sum(way.chain.stretches[at].cost for run in runs for at in range(*run)) + way.run_cost * len(runs)
+    recomputed = sum(way.chain.segments[at].cost for run in runs for at in range(*run)) + way.run_cost * len(runs)
     device = 1 + way.forward_share * recomputed + way.piece_cost * (pieces - 1)
     # Pieces are smaller, but there is as much to start in each.
     host = way.host * pieces * (1 + _STARTED_AGAIN * recomputed)
@@ -94,7 +94,7 @@ class Piece:
     """The memory of a step in pieces of a certain size, but for what `remat` chooses.
 
     Attributes:
-        stretches: Of the chain, for a piece.
+        segments: Of the chain, for a piece.
         beside: Bytes beside them while they run.
         updating: Bytes while the optimizer runs.
         extra: Bytes beside all that, because there is more than one piece.
@@ -103,7 +103,7 @@ class Piece:
         least: Bytes while new values are made beside the old ones.
     """
 
-    stretches: tuple[Stretch, ...]
+    segments: tuple[Segment, ...]
     beside: int
     updating: int
     extra: int = 0
@@ -115,7 +115,7 @@ class Piece:
     def of(cls, way: Way, micro: int, batch_size: int) -> Piece:
         chain, gradients = way.chain, way.gradients
         plain = cls._made(chain, chain.batch_size)
-        sum_of_parts = plain.predicted(remat.peak(plain.stretches, ()))
+        sum_of_parts = plain.predicted(remat.peak(plain.segments, ()))
         base, factor = chain.resident + gradients + chain.update, Fraction(0)
         if sum_of_parts > base:
             factor = Fraction(chain.peak - base, sum_of_parts - base)
@@ -140,21 +140,21 @@ class Piece:
         gradients = _gradients(chain)
         inputs, outside = (remat.share(size, samples, chain.batch_size) for size in (chain.inputs, chain.outside))
         return cls(
-            stretches=remat.scaled(chain.stretches, samples, chain.batch_size, with_gradients=not in_sum),
+            segments=remat.scaled(chain.segments, samples, chain.batch_size, with_gradients=not in_sum),
             beside=chain.resident + inputs + outside + chain.scratch + (gradients if in_sum else 0),
             updating=chain.resident + gradients + chain.update + inputs,
         )
 
     def predicted(self, inside: int) -> int:
-        """Bytes at the peak of the step, from those of its stretches."""
+        """Bytes at the peak of the step, from those of its segments."""
         parts = max(self.updating, self.beside + inside)
         return max(self.least, self.extra + self.base + math.ceil((parts - self.base) * self.factor))
 
     def room(self, most: int) -> int:
-        """The most that its stretches may take for the peak of the step to be at most `most`."""
+        """The most that its segments may take for the peak of the step to be at most `most`."""
         parts = self.base + math.floor((most - self.extra - self.base) / self.factor)
         return parts - self.beside if self.updating <= parts and self.least <= most else -1
 
 
 def _gradients(chain: Chain) -> int:
-    return sum(stretch.gradients for stretch in chain.stretches)
+    return sum(segment.gradients for segment in chain.segments)

@@ -39,8 +39,8 @@ class Plan:
 
     Attributes:
         micro_batch_size: No piece of a batch holds more samples than this; `None` runs batches whole.
-        recompute: Stretches of the model whose forward pass is computed again in the backward pass instead of being
-            kept. Each is the label of a layer, or of the first and the last of a stretch: `"conv_1..relu_3"`.
+        recompute: Segmentes of the model whose forward pass is computed again in the backward pass instead of being
+            kept. Each is the label of a layer, or of the first and the last of a segment: `"conv_1..relu_3"`.
         jit_compile: Compile the step with XLA, or not; `None` leaves it as the model was compiled.
         precision: Dtype policy to train with; `None` leaves the model's own.
         lean_commit: Apply the update variable by variable from the host, when the device has no room for the
@@ -51,7 +51,7 @@ class Plan:
         predicted: Bytes at the peak, or `None` when nobody looked.
         limit: Bytes it was to fit into, or `None`.
         relative_time: Time of a step, as a multiple of the plain one's, or `None`.
-        segments: Into how many stretches the model can be cut.
+        segments: Into how many segments the model can be cut.
         recomputed: How many of these are recomputed. One of `recompute` may be several.
         alternatives: What else was looked at.
     """

@@ -49,7 +49,7 @@ class Workload:
         phase: Training, evaluation or prediction.
         jit: Whether the step is compiled (XLA on TensorFlow and JAX, torch.compile on torch).
         target: Where it is to run.
-        recompute: Stretches of the model that are computed again in the backward pass, as in `Plan.recompute`.
+        recompute: Segmentes of the model that are computed again in the backward pass, as in `Plan.recompute`.
         guarded: Whether it is the step as `guard` runs it, which lets go of some things sooner than Keras's own.
         later_piece: Whether it is a piece of a batch, with the gradients of others there already.
     """
@@ -154,15 +154,15 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stretch:
+class Segment:
     """The model between two neighbouring places where it can be cut, for a batch of a certain size.
 
     Attributes:
         first: Label of its first call (see `backends.common.calls`).
         last: Label of its last call.
         kept: Bytes it makes that are alive when the forward pass is over, because some backward pass needs them.
-        crossing: Bytes of its results that later stretches need: after its own end, after the end of the next
-            stretch, and so on. What a recomputed stretch keeps of itself.
+        crossing: Bytes of its results that later segments need: after its own end, after the end of the next
+            segment, and so on. What a recomputed segment keeps of itself.
         work: Most bytes alive beside `kept` and gradients of weights while its backward pass runs.
         gradients: Bytes of the gradients of its weights.
         cost: Time of its forward pass, as a share of the whole forward pass.
@@ -181,25 +181,25 @@ class Stretch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chain:
-    """A training step as planning sees it: what is there whatever the plan, and stretches that can be recomputed.
+    """A training step as planning sees it: what is there whatever the plan, and segments that can be recomputed.
 
     Attributes:
-        batch_size: Samples that `stretches`, `inputs` and `outside` are for.
-        stretches: In the order of the forward pass.
+        batch_size: Samples that `segments`, `inputs` and `outside` are for.
+        segments: In the order of the forward pass.
         resident: Bytes of weights and optimizer state.
         inputs: Bytes of the batch.
-        outside: Bytes kept for the backward pass by what is no stretch: the loss, metrics.
+        outside: Bytes kept for the backward pass by what is no segment: the loss, metrics.
         update: Most bytes beside `resident`, gradients and the batch while the optimizer runs.
         peak: Bytes at the peak of the plain step, as estimated. The rest explains it; this is what counts.
         seconds: About how long the forward pass takes on a usual card.
         calls: How many layers are called in it, those inside of others included.
-        scratch: Most bytes that kernels take to work in whatever the size of a piece; no part of `stretches`.
+        scratch: Most bytes that kernels take to work in whatever the size of a piece; no part of `segments`.
         rows: Bytes of gradients that are rows of tables, for `batch_size` samples. They are as many as the batch has
             words, and those of pieces are listed and not added up.
     """
 
     batch_size: int
-    stretches: tuple[Stretch, ...]
+    segments: tuple[Segment, ...]
     resident: int
     inputs: int
     outside: int

@@ -1,7 +1,7 @@
 """A built model as the list of calls Keras makes when it runs it, each with a label to name it by.
 
 A label is the path of a layer from the outermost model inwards, without that model's own name: `"backbone/conv_1"`.
-Later calls of a shared layer have a number: `"dense#2"`. A stretch is one label, or the first and the last of calls
+Later calls of a shared layer have a number: `"dense#2"`. A segment is one label, or the first and the last of calls
 that follow each other in one graph: `"backbone/conv_1..backbone/relu_3"`.
 """
 

@@ -26,7 +26,7 @@ FUNCTIONS = (
     "normal", "uniform", "truncated_normal", "randint", "dropout",
     "categorical", "gamma", "beta", "binomial", "shuffle",
 )  # fmt: skip
-# Keras keeps this for each thread, and a stretch that is computed again finds it, in whatever thread that happens.
+# Keras keeps this for each thread, and a segment that is computed again finds it, in whatever thread that happens.
 _CURRENT = "oomproof_drawing"
 
 

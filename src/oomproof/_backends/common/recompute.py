@@ -1,6 +1,6 @@
-"""Stretches of a built model computed again in the backward pass, instead of being kept from the forward pass.
+"""Segmentes of a built model computed again in the backward pass, instead of being kept from the forward pass.
 
-A stretch runs as a function of nothing but tensors: its inputs and their masks, and the values of the variables that
+A segment runs as a function of nothing but tensors: its inputs and their masks, and the values of the variables that
 layers write (statistics, random seeds). It writes nothing. What it would have written, the losses that its layers add,
 and the masks of its results come out as tensors, so it can run twice and counts once. Everything else stays Keras's:
 for the time of a call, models and layers find another function where they look for their own.
@@ -24,8 +24,8 @@ from oomproof._backends.common.engine import Engine
 from oomproof._backends.common.model import layers
 from oomproof._backends.common.segments import all_graphs, resolved
 
-# Set while a stretch runs: what it holds is computed again with it, and not once more by itself.
-_INSIDE = "oomproof_inside_stretch"
+# Set while a segment runs: what it holds is computed again with it, and not once more by itself.
+_INSIDE = "oomproof_inside_segment"
 
 
 class Recomputing(Engine, Protocol):
@@ -34,7 +34,7 @@ class Recomputing(Engine, Protocol):
     Attributes:
         model: The model.
         tensor: What tensors are, all but sparse and ragged ones.
-        recompute: Stretches that `call` computes again in the backward pass while training.
+        recompute: Segmentes that `call` computes again in the backward pass while training.
     """
 
     model: Any
@@ -48,19 +48,19 @@ class Recomputing(Engine, Protocol):
         """`function(*tensors)`, which returns tensors and writes nothing, computed again when it is differentiated."""
 
 
-def recomputing(model: Any, stretches: Sequence[str], engine: Recomputing) -> contextlib.AbstractContextManager[None]:
-    """While it lasts, calls of the model compute the stretches again when they are differentiated.
+def recomputing(model: Any, segments: Sequence[str], engine: Recomputing) -> contextlib.AbstractContextManager[None]:
+    """While it lasts, calls of the model compute the segments again when they are differentiated.
 
     Args:
         model: A built model.
-        stretches: Labels as in `common.calls`; for code that is no graph, the path or the name of a layer, all of whose
+        segments: Labels as in `common.calls`; for code that is no graph, the path or the name of a layer, all of whose
             calls are meant.
         engine: How the framework computes.
 
     Raises:
-        ValueError: A label is unknown, or two do not follow each other, or stretches overlap.
+        ValueError: A label is unknown, or two do not follow each other, or segments overlap.
     """
-    return Rewiring(model, stretches, engine).active()
+    return Rewiring(model, segments, engine).active()
 
 
 class Rewiring:
@@ -68,14 +68,14 @@ class Rewiring:
 
     Args:
         model: As for `recomputing`.
-        stretches: Likewise.
+        segments: Likewise.
         engine: Likewise.
         every_graph: Also run graphs in which nothing is recomputed. Keras holds every tensor of a graph until its call
             is over; here each is let go of after its last use. Where ops run one by one, that is much memory.
     """
 
-    def __init__(self, model: Any, stretches: Sequence[str], engine: Recomputing, *, every_graph: bool = False) -> None:
-        in_graphs, whole_layers = resolved(model, stretches)
+    def __init__(self, model: Any, segments: Sequence[str], engine: Recomputing, *, every_graph: bool = False) -> None:
+        in_graphs, whole_layers = resolved(model, segments)
         if every_graph:
             known = {id(graph.function) for graph, _ in in_graphs}
             in_graphs += [(graph, []) for graph in all_graphs(model) if id(graph.function) not in known]
@@ -136,7 +136,7 @@ def _parts(graph: Graph, spans: Sequence[range]) -> Iterator[_Part]:
 
 
 def _runner(engine: Recomputing, graph: Graph, spans: Sequence[range]) -> Callable[..., Any]:
-    """`Function._run_through_graph`, with stretches."""
+    """`Function._run_through_graph`, with segments."""
     function, plain = graph.function, graph.function._run_through_graph
     parts = list(_parts(graph, spans))
 
@@ -187,7 +187,7 @@ def _run_again_later(engine: Recomputing, part: _Part, values: dict[int, Any], o
 
 
 def _caller(engine: Recomputing, layer: Any) -> Callable[..., Any]:
-    """`Layer.call`, as one stretch."""
+    """`Layer.call`, as one segment."""
     plain = layer.call
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -305,7 +305,7 @@ class _Surroundings:
         try:
             yield
             # Taken afterwards: what was made when it was first needed, such as a random generator, is to be found.
-            # Not the scope: a stretch has its own, and that one would hold the losses of the model, and so their graph.
+            # Not the scope: a segment has its own, and that one would hold the losses of the model, and so their graph.
             kept = {name: value for name, value in here.items() if name != "stateless_scope"}
             self._kept = {name: list(value) if isinstance(value, list) else value for name, value in kept.items()}
         finally:
@@ -319,7 +319,7 @@ def _inside() -> bool:
 
 
 class _Recorders:
-    """What `statistics.recorded` collects in a stretch, taken out of its list and put back as what comes out."""
+    """What `statistics.recorded` collects in a segment, taken out of its list and put back as what comes out."""
 
     def __init__(self, inner: list[Any]) -> None:
         self._functions = {id(layer): (layer, vars(layer)["_moments"]) for layer in inner if "_moments" in vars(layer)}

@@ -1,4 +1,4 @@
-"""Labels of stretches, looked up in a model."""
+"""Labels of segments, looked up in a model."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def labels(model: Any) -> tuple[str, ...]:
     return tuple(expanded(found[""])) if found else ()
 
 
-def resolved(model: Any, stretches: Sequence[str]) -> tuple[list[tuple[Graph, list[range]]], list[Any]]:
-    """Stretches of graphs, as ranges of their calls, and layers all of whose calls are meant.
+def resolved(model: Any, segments: Sequence[str]) -> tuple[list[tuple[Graph, list[range]]], list[Any]]:
+    """Segmentes of graphs, as ranges of their calls, and layers all of whose calls are meant.
 
     Raises:
         ValueError: See `recompute.recomputing`.
@@ -41,33 +41,33 @@ def resolved(model: Any, stretches: Sequence[str]) -> tuple[list[tuple[Graph, li
     places = {call.label: (graph, index) for graph in known for index, call in enumerate(graph.calls)}
     spans: dict[int, tuple[Graph, list[range]]] = {}
     whole_layers: dict[int, Any] = {}
-    for stretch in stretches:
-        first, _, last = stretch.partition("..")
+    for segment in segments:
+        first, _, last = segment.partition("..")
         if first not in places and not last:
             layer = _layer(first, paths, places)
             if id(layer) in whole_layers:
-                raise ValueError(f"Expected stretches that do not overlap. Received: {stretch!r} twice")
+                raise ValueError(f"Expected segments that do not overlap. Received: {segment!r} twice")
             whole_layers[id(layer)] = layer
             continue
-        graph, start = _place(first, stretch, places)
-        end_graph, end = _place(last or first, stretch, places)
+        graph, start = _place(first, segment, places)
+        end_graph, end = _place(last or first, segment, places)
         if graph.function is not end_graph.function or end < start:
             raise ValueError(
-                f"Expected a stretch from one call to a later one of the same model. Received: {stretch!r}"
+                f"Expected a segment from one call to a later one of the same model. Received: {segment!r}"
             )
         _, taken = spans.setdefault(id(graph.function), (graph, []))
         span = range(start, end + 1)
         if any(span.start < other.stop and other.start < span.stop for other in taken):
             raise ValueError(
-                f"Expected stretches that do not overlap. Received: {stretch!r} beside {_others(stretches, stretch)}"
+                f"Expected segments that do not overlap. Received: {segment!r} beside {_others(segments, segment)}"
             )
         taken.append(span)
     return list(spans.values()), list(whole_layers.values())
 
 
-def _others(stretches: Sequence[str], stretch: str) -> str:
-    others = list(stretches)
-    others.remove(stretch)
+def _others(segments: Sequence[str], segment: str) -> str:
+    others = list(segments)
+    others.remove(segment)
     return ", ".join(map(repr, others))
 
 
@@ -86,9 +86,9 @@ def all_graphs(model: Any, paths: dict[str, Any] | None = None) -> Iterator[Grap
             yield from graphs(layer, f"{path}/")
 
 
-def _place(label: str, stretch: str, places: dict[str, tuple[Graph, int]]) -> tuple[Graph, int]:
+def _place(label: str, segment: str, places: dict[str, tuple[Graph, int]]) -> tuple[Graph, int]:
     if label not in places:
-        raise ValueError(_unknown(label, places) + (f" in {stretch!r}" if label != stretch else ""))
+        raise ValueError(_unknown(label, places) + (f" in {segment!r}" if label != segment else ""))
     return places[label]
 
 

@@ -73,19 +73,19 @@ class ModelStep:
 
     @property
     def recompute(self) -> tuple[str, ...]:
-        """Stretches that are computed again in the backward pass."""
+        """Segmentes that are computed again in the backward pass."""
         return self.engine.recompute
 
     @recompute.setter
-    def recompute(self, stretches: Sequence[str]) -> None:
+    def recompute(self, segments: Sequence[str]) -> None:
         if self.model.built:
-            resolved(self.model, stretches)
-        if tuple(stretches) != self.engine.recompute:
-            self.engine.recompute = tuple(stretches)
+            resolved(self.model, segments)
+        if tuple(segments) != self.engine.recompute:
+            self.engine.recompute = tuple(segments)
             self._forget_programs()
 
     def _forget_programs(self) -> None:
-        """Lets go of what was traced or compiled for other stretches."""
+        """Lets go of what was traced or compiled for other segments."""
 
     def as_traced(self) -> contextlib.AbstractContextManager[None]:
         """Around whatever is traced: the model as it was when this step was made for it, as Keras keeps its traces."""

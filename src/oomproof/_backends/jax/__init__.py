@@ -62,10 +62,10 @@ class JaxBackend:
     def step(self, model: Any) -> JaxStep:
         return JaxStep(model, self.memory())
 
-    stretches = staticmethod(labels)
+    segments = staticmethod(labels)
 
-    def recomputing(self, model: Any, stretches: Sequence[str]) -> AbstractContextManager[None]:
-        return recomputing(model, stretches, JaxEngine(model))
+    def recomputing(self, model: Any, segments: Sequence[str]) -> AbstractContextManager[None]:
+        return recomputing(model, segments, JaxEngine(model))
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         object.__setattr__(model, "jax_state_sync", functools.partial(_sync, model, settle, threading.get_ident()))

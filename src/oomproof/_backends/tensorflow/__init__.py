@@ -67,11 +67,11 @@ class TensorFlowBackend:
     def step(self, model: Any) -> TensorFlowStep:
         return TensorFlowStep(model)
 
-    stretches = staticmethod(labels)
+    segments = staticmethod(labels)
 
-    def recomputing(self, model: Any, stretches: Sequence[str]) -> AbstractContextManager[None]:
+    def recomputing(self, model: Any, segments: Sequence[str]) -> AbstractContextManager[None]:
         compiled = bool(model.jit_compile) and not model.run_eagerly
-        return recomputing(model, stretches, TensorFlowEngine(model, static=compiled))
+        return recomputing(model, segments, TensorFlowEngine(model, static=compiled))
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         return put_in_place(model, {"train": _on_iterator, "test": _on_iterator, "predict": _on_list}, run)

@@ -105,9 +105,9 @@ class TensorFlowEngine(RandomNumbers):
         return results
 
     def _weights_first(self, slopes: list[Any], gradients: list[Any]) -> list[Any]:
-        """What a stretch hands on, not before the gradients of its weights are there.
+        """What a segment hands on, not before the gradients of its weights are there.
 
-        They need what was computed again. Whenever they are late, one stretch after the other would be computed again
+        They need what was computed again. Whenever they are late, one segment after the other would be computed again
         while all of that is held.
         """
         if not (tf.executing_eagerly() or self.static):

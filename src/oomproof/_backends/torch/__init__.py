@@ -69,10 +69,10 @@ class TorchBackend:
     def step(self, model: Any) -> TorchStep:
         return TorchStep(model)
 
-    stretches = staticmethod(labels)
+    segments = staticmethod(labels)
 
-    def recomputing(self, model: Any, stretches: Sequence[str]) -> AbstractContextManager[None]:
-        return recomputing(model, stretches, TorchEngine(model))
+    def recomputing(self, model: Any, segments: Sequence[str]) -> AbstractContextManager[None]:
+        return recomputing(model, segments, TorchEngine(model))
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         expandable.let_grow()

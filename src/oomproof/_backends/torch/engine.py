@@ -76,26 +76,26 @@ class TorchEngine(RandomNumbers):
         return PendingWrites(values | {id(variable): value for variable, value in state})
 
     def call(self, x: Any, training: bool) -> Any:
-        stretches = self.recompute if training else ()
-        # torch.compile cannot follow what a stretch does to Keras's scopes. And what records the statistics of a piece
+        segments = self.recompute if training else ()
+        # torch.compile cannot follow what a segment does to Keras's scopes. And what records the statistics of a piece
         # is a new function each time, and each would be compiled.
         recorded = training and self._adding is not None and bool(statistics_layers(self.model))
-        if self.compiled and not stretches and not recorded:
+        if self.compiled and not segments and not recorded:
             return _compiled_call()(self.model, x, training)
-        with self.rewired(stretches):
+        with self.rewired(segments):
             return call(self.model, x, training)
 
-    def rewired(self, stretches: tuple[str, ...]) -> AbstractContextManager[None]:
-        """While it lasts, calls of the model recompute the stretches, and hold no tensor longer than they need it."""
+    def rewired(self, segments: tuple[str, ...]) -> AbstractContextManager[None]:
+        """While it lasts, calls of the model recompute the segments, and hold no tensor longer than they need it."""
         # A Sequential model that is built again has another graph.
-        key = stretches, id(graph_of(self.model))
+        key = segments, id(graph_of(self.model))
         if key not in self._rewirings:
-            self._rewirings[key] = Rewiring(self.model, stretches, self, every_graph=True)
+            self._rewirings[key] = Rewiring(self.model, segments, self, every_graph=True)
         return self._rewirings[key].active()
 
     @staticmethod
     def flat(structure: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        # By torch's own means: Keras's take several times as long, and each stretch needs this three times.
+        # By torch's own means: Keras's take several times as long, and each segment needs this three times.
         # Only its shape is kept: a structure would hold its tensors, and what holds them may be part of their graph.
         leaves, shape = tree_flatten(structure)
         return leaves, lambda leaves: tree_unflatten(leaves, shape)

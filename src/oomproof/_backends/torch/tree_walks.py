@@ -2,7 +2,7 @@
 
 Each call of a layer flattens its arguments, and each call of a model walks through its own. On torch a closure that
 refers to itself is left over each time and holds them, so activations stay until Python's garbage collector comes by,
-long after the backward pass is done with them. What a stretch made when it was computed again must be gone before the
+long after the backward pass is done with them. What a segment made when it was computed again must be gone before the
 next one is.
 """
 

@@ -39,7 +39,7 @@ def why_not(question: Question) -> str | None:
     if not question.backend.traits.measures_peaks:
         return 'JAX does not tell the peak of a step; XLA plans it, and engine="compile" asks XLA'
     if question.workload.recompute:
-        return "it runs the model as it is, and stretches of it were to be recomputed"
+        return "it runs the model as it is, and segments of it were to be recomputed"
     return None
 
 
