@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from oomproof._backends import current
-from oomproof._estimation.api import card_of, check_model, is_compiled
+from oomproof._estimation.api import check_model
+from oomproof._estimation.cards import card_of
+from oomproof._estimation.modes import is_compiled
 from oomproof._estimation.workloads import InputShape, check_batch_size, describe
 from oomproof._machine import gpus
 from oomproof._planning.levers import allowed

@@ -17,8 +17,8 @@ from oomproof._backends.common.fingerprint import Fingerprint
 from oomproof._backends.common.model import statistics_caveat, unpack
 from oomproof._backends.common.precision import computed_in, policy_of
 from oomproof._estimation.allocator import replay
-from oomproof._estimation.api import mode_of
 from oomproof._estimation.bands import band_of
+from oomproof._estimation.modes import mode_of
 from oomproof._estimation.naming import described
 from oomproof._estimation.workloads import with_next_batch
 from oomproof._machine import gpus
