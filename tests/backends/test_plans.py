@@ -319,7 +319,7 @@ def test_what_training_ended_with_takes_the_place_of_a_plan_that_was_not_kept(mo
 def test_nobody_is_refused_on_the_word_of_an_estimate(asked, caplog):
     planner, arguments, memory = asked
     assert planner.propose((arguments["x"], arguments["y"]), memory.describe(), MIB // 4, 1.0) is None
-    assert "by its estimate this will not fit" in caplog.text
+    assert "Predicted not to fit; trying anyway." in caplog.text
     assert "256 KiB" in caplog.text
 
 

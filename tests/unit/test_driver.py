@@ -203,7 +203,7 @@ def test_a_budget_too_small_is_refused_before_the_first_step():
 
 
 def test_a_budget_needs_a_device_that_can_be_measured():
-    with pytest.raises(BackendError, match="cannot be held"):
+    with pytest.raises(BackendError, match="cannot be kept"):
         driver_on(100, measurable=False, settings=Settings(budget=50))
 
 

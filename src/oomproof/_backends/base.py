@@ -71,7 +71,7 @@ class Step(Protocol):
     budget: int | None
     # Whether a size that was never run before costs no more than to run it: nothing is traced or compiled for it.
     tries_are_cheap: bool
-    # Segmentes that are computed again in the backward pass. Setting it forgets programs that were made for others;
+    # Segments that are computed again in the backward pass. Setting it forgets programs that were made for others;
     # ValueError for labels that the model does not have.
     recompute: tuple[str, ...]
     # What the model was when this step was made for it. Its caches are good for nothing else.

@@ -30,36 +30,41 @@ def estimate(
     input_shape: InputShape = None,
     recompute: Sequence[str] = (),
 ) -> Estimate:
-    """Says how much memory a step will take, without running it. The GPU need not be there.
+    """Estimates how much memory a step takes, without running it. You don't need the GPU.
 
     Args:
-        model: A Keras model, compiled unless `phase` is `"predict"`. It stays as it was; one that is not built yet is
-            built.
+        model: A Keras model, compiled unless `phase` is `"predict"`. It is built if it is not yet, and stays as it is
+            otherwise.
         batch_size: Samples in a batch.
-        gpu: A card of the catalogue, such as `"rtx-4090"`; `oomproof gpus` lists them. The one in this machine when
-            neither this nor `memory` is given.
-        memory: The memory of a card that is not in the catalogue, in bytes or as `"24GiB"`.
-        engine: `"trace"`, `"compile"`, `"probe"` (real steps at small sizes on the device at hand), or `"auto"` for the
-            most exact one that works here and runs nothing.
+        gpu: A card of the catalogue, such as `"rtx-4090"`; `oomproof gpus` lists them. By default, the one in this
+            machine.
+        memory: The memory of a card that is not in the catalogue: bytes or `"24GiB"`.
+        engine: `"trace"` follows the step on shapes, `"compile"` asks XLA, `"probe"` runs small steps on the device in
+            this machine. `"auto"` takes the most exact one that works here and runs nothing.
         phase: `"train"`, `"test"` (evaluate) or `"predict"`.
-        precision: Another dtype policy than the model has, such as `"mixed_bfloat16"`.
-        micro_batch_size: Estimate for batches that are run in pieces of at most this size, as `guard` does.
-        jit: Whether the step is compiled; by default as Keras would decide on a machine with that GPU.
-        input_shape: The shape of a sample, where the model leaves it open: a tuple, a list of them for several inputs,
-            or a dict by name. A dtype may stand last: `(128, "int32")`.
-        recompute: Segmentes of the model that are computed again in the backward pass, as in `Plan.recompute`.
+        precision: A dtype policy to use instead of the model's, such as `"mixed_bfloat16"`.
+        micro_batch_size: The most samples to run at a time, as for `guard`. By default, batches run whole.
+        jit: Whether the step is compiled. By default, as Keras decides on a machine with that GPU.
+        input_shape: The shape of a sample, where the model leaves it open: a tuple, a list of tuples for several
+            inputs, or a dict by name. A dtype may come last: `(128, "int32")`.
+        recompute: Segments of the model that are computed again in the backward pass, as in `Plan.recompute`.
 
     Returns:
-        An `Estimate`. Printed, it is a table.
+        An `Estimate`. It prints as a table.
 
     Raises:
-        TypeError, ValueError: For arguments that make no sense, shapes that are open, a card that is not known.
-        UnsupportedModelError: For a model that cannot be traced.
-        BackendError: For an engine that cannot be used here.
+        UnsupportedModelError: If the model cannot be traced.
+        BackendError: If the engine cannot be used here.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range, a shape is open, or the card is not known.
 
     Example:
-        >>> e = oomproof.estimate(model, 256, gpu="a100-40gb")
-        >>> e.fits, e.by_layer[:5]
+
+    ```python
+    estimate = oomproof.estimate(model, 256, gpu="a100-40gb")
+    print(estimate)
+    estimate.fits, estimate.by_layer[:5]
+    ```
     """
     check_batch_size(batch_size)
     check_model(model, phase)
@@ -82,10 +87,10 @@ def max_batch_size(
     jit: bool | None = None,
     input_shape: InputShape = None,
 ) -> int:
-    """The largest batch whose step fits on the card even if its peak is as high as it may be.
+    """Finds the largest batch that fits on a card, even if its step needs as much as the estimate says at most.
 
     Args:
-        model: As for `estimate`, like everything else.
+        model: As for `estimate`.
         gpu: As for `estimate`.
         memory: As for `estimate`.
         engine: As for `estimate`.
@@ -94,9 +99,21 @@ def max_batch_size(
         jit: As for `estimate`.
         input_shape: As for `estimate`.
 
+    Returns:
+        Samples in the batch.
+
     Raises:
-        CannotFitError: When not even one sample fits.
-        ValueError: When no card is named and none is in this machine.
+        CannotFitError: If not even one sample fits.
+        UnsupportedModelError: If the model cannot be traced.
+        BackendError: If the engine cannot be used here.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range, a shape is open, or no card is known.
+
+    Example:
+
+    ```python
+    oomproof.max_batch_size(model, gpu="rtx-4090")
+    ```
     """
     card = card_of(gpu, memory)
     if card is None:

@@ -23,9 +23,7 @@ def notes_on_jit(model: Any, backend: Backend) -> tuple[str, ...]:
     """A model saved by TensorFlow without a GPU asks for no compilation, which is then taken at its word."""
     if not backend.traits.compiles_by_default or not model.compiled or model.jit_compile or model.run_eagerly:
         return ()
-    return (
-        "jit_compile=False, as in files saved by TensorFlow without a GPU: runs op by op. --jit compiles it.",
-    )
+    return ("jit_compile=False, as in files saved by TensorFlow without a GPU: runs op by op. --jit compiles it.",)
 
 
 def mode_of(backend: Backend, compiled: bool, model: Any) -> str:

@@ -30,31 +30,35 @@ def plan(
     input_shape: InputShape = None,
     cache: bool = True,
 ) -> Plan:
-    """Says how a batch can be trained within a budget at the least cost in time. The GPU need not be there.
+    """Finds the fastest way to train a batch within a budget. You don't need the GPU.
 
     Args:
-        model: A compiled Keras model. It stays as it was; one that is not built yet is built.
+        model: A compiled Keras model. It is built if it is not yet, and stays as it is otherwise.
         batch_size: Samples in a batch.
-        budget: Memory to stay below: bytes, `"12GiB"`, or a share of the card such as `"90%"`; what the framework can
-            use of the card when left out.
-        gpu: A card of the catalogue, such as `"rtx-3060"`; the one in this machine when nothing is named.
-        memory: The memory of a card that is not in the catalogue, in bytes or as `"24GiB"`.
-        allow: `"default"`, `"exact"`, or a set of `"microbatch"`, `"recompute"`, `"xla"`, `"mixed_precision"` and
-            `"batch_statistics"`.
+        budget: The most memory to use: bytes, `"12GiB"`, or a share of the card such as `"90%"`. By default, all that
+            the framework can use of the card.
+        gpu: A card of the catalogue, such as `"rtx-3060"`. By default, the one in this machine.
+        memory: The memory of a card that is not in the catalogue: bytes or `"24GiB"`.
+        allow: What may be done so that a batch fits. As for `guard`.
         input_shape: As for `estimate`.
-        cache: Look up and remember plans on disk.
+        cache: Whether to look up plans on disk, and keep them there.
 
     Returns:
-        A `Plan`. Printed, it is a table of alternatives; `fit(..., plan=...)` follows it.
+        A `Plan`. It prints as a table of alternatives. `fit(..., plan=...)` follows it.
 
     Raises:
-        CannotFitError: When nothing that is allowed fits. It says what comes closest.
-        TypeError, ValueError: For arguments that make no sense, shapes that are open, a card that is not known.
-        UnsupportedModelError: For a model whose training cannot be taken over.
+        CannotFitError: If nothing that is allowed fits. It says what comes closest.
+        UnsupportedModelError: If the model has its own `train_step`, or cannot be traced.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range, a shape is open, or no card is known.
 
     Example:
-        >>> p = oomproof.plan(model, 1024, gpu="rtx-3060")
-        >>> oomproof.fit(model, x, y, batch_size=1024, plan=p)
+
+    ```python
+    plan = oomproof.plan(model, 1024, gpu="rtx-3060")
+    print(plan)
+    oomproof.fit(model, x, y, batch_size=1024, plan=plan)
+    ```
     """
     check_batch_size(batch_size)
     check_model(model, "train")

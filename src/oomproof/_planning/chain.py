@@ -160,7 +160,7 @@ class Calls:
     def _size(self, tensor: int) -> int:
         return tensor_bytes(self._specs[tensor].shape, self._specs[tensor].dtype)
 
-    # Segmentes
+    # Segments
 
     def groups(self) -> list[list[int]]:
         """Calls that follow each other in one graph, cut where little crosses."""

@@ -121,7 +121,7 @@ def label(run: Sequence[Segment]) -> str:
 
 
 def scaled(segments: Sequence[Segment], samples: int, of: int, *, with_gradients: bool = True) -> tuple[Segment, ...]:
-    """Segmentes of a batch of `of` samples, for `samples` of them."""
+    """Segments of a batch of `of` samples, for `samples` of them."""
     return tuple(
         dataclasses.replace(
             segment,

@@ -49,7 +49,7 @@ class Workload:
         phase: Training, evaluation or prediction.
         jit: Whether the step is compiled (XLA on TensorFlow and JAX, torch.compile on torch).
         target: Where it is to run.
-        recompute: Segmentes of the model that are computed again in the backward pass, as in `Plan.recompute`.
+        recompute: Segments of the model that are computed again in the backward pass, as in `Plan.recompute`.
         guarded: Whether it is the step as `guard` runs it, which lets go of some things sooner than Keras's own.
         later_piece: Whether it is a piece of a batch, with the gradients of others there already.
     """

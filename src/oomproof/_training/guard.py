@@ -25,6 +25,7 @@ from oomproof._records.run import Phase
 from oomproof._records.units import parse_budget
 from oomproof._training.driver import Driver
 from oomproof._training.drivers import Drivers
+from oomproof._training.helpers import optional
 from oomproof._training.proof_cache import ProofCache
 from oomproof._training.settings import Settings
 from oomproof.data.slices import feed_in_slices
@@ -45,27 +46,31 @@ def guard(
     allow: str | Iterable[str] = "default",
     verbose: int | str = "auto",
 ) -> Any:
-    """Makes `fit`, `evaluate` and `predict` of a Keras model survive running out of memory.
+    """Lets a Keras model train, evaluate and predict without running out of memory.
 
-    A batch that does not fit is run again in smaller pieces, with the same result up to rounding. Batch size,
-    callbacks, `History` and everything else of Keras stay as they are.
+    A batch that does not fit runs again in smaller pieces, with the same result up to rounding. Batch size, callbacks,
+    `History` and everything else stay as they are in Keras. `unguard` undoes it.
 
     Args:
         model: A Keras model. It may be unbuilt and uncompiled.
-        budget: Memory to stay below: bytes, `"8GiB"`, `"90%"`, or `None` for what the device has.
-        micro_batch_size: Samples to run at a time at most, or `"auto"`.
-        plan: Follow this plan, made by `oomproof.plan` or by an earlier run (`history.run.plan`), instead of making
-            one.
-        allow: `"default"`; `"exact"` refuses to split where that changes the result (BatchNorm); or a set of
-            `"microbatch"`, `"recompute"`, `"xla"`, `"mixed_precision"` and `"batch_statistics"`.
-        verbose: `0` logs nothing; `"auto"` follows the `verbose` of `fit`.
+        budget: The most memory to use: bytes, `"8GiB"` or `"90%"`. `None` uses what the device has.
+        micro_batch_size: The most samples to run at a time. `"auto"` finds out.
+        plan: A plan to follow instead of making one: from `oomproof.plan`, or from an earlier run
+            (`history.run.plan`).
+        allow: What may be done so that a batch fits. `"default"` cuts batches and recomputes parts of the model;
+            `"exact"` does so only where the result stays the same (it refuses to cut batches of a model with
+            BatchNormalization). A set names each: `"microbatch"`, `"recompute"`, `"xla"`, `"mixed_precision"`,
+            `"batch_statistics"`.
+        verbose: `0` logs nothing, `1` and `2` log what changes, `"auto"` follows the `verbose` of `fit`.
 
     Returns:
         The same model.
 
     Raises:
-        UnsupportedModelError: The model has its own `train_step`, or belongs to a tf.distribute strategy.
-        ValueError: An argument is out of range.
+        BackendError: If the device cannot keep to the budget, as its memory cannot be measured.
+        UnsupportedModelError: If the model has its own `train_step`, or belongs to a tf.distribute strategy.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range.
 
     Example:
 
@@ -98,7 +103,22 @@ def guard(
 
 
 def unguard(model: Any) -> Any:
-    """Gives a model back to Keras. Harmless for a model that is not guarded."""
+    """Gives a guarded model back to Keras.
+
+    Args:
+        model: A Keras model. One that is not guarded stays as it is.
+
+    Returns:
+        The same model.
+
+    Example:
+
+    ```python
+    oomproof.guard(model)
+    model.fit(x, y, batch_size=1024)
+    oomproof.unguard(model)
+    ```
+    """
     found = getattr(model, _GUARD, None)
     if found is not None:
         found.detach()
@@ -117,25 +137,36 @@ def fit(
     allow: str | Iterable[str] = "default",
     **fit_kwargs: Any,
 ) -> Any:
-    """`model.fit`, guarded for this one call.
+    """Trains a model as `model.fit` does, guarded for this one call.
 
     Args:
         model: A compiled Keras model.
         x: As for `model.fit`.
         y: As for `model.fit`.
         batch_size: As for `model.fit`.
-        budget: See `guard`.
-        micro_batch_size: See `guard`.
-        plan: See `guard`.
-        allow: See `guard`.
-        **fit_kwargs: Everything else `model.fit` takes.
+        budget: As for `guard`.
+        micro_batch_size: As for `guard`. At most the batch size.
+        plan: As for `guard`.
+        allow: As for `guard`.
+        **fit_kwargs: Everything else that `model.fit` takes.
 
     Returns:
-        The Keras `History`; `.run` is the `Run`.
+        The Keras `History`. Its attribute `run` is the `Run`: what happened, and the plan in force at the end.
 
     Raises:
-        CannotFitError: Before the first step, when the budget cannot be held.
-        RecoveryFailedError: During training, when not even one sample fits. The model can be saved.
+        CannotFitError: If the batch cannot be trained within the budget, or only in a way that is not allowed. Nothing
+            was trained by then.
+        RecoveryFailedError: If not even one sample fits. The model is as it was before that batch, and can be saved.
+        UnsupportedModelError: If the model has its own `train_step`, or belongs to a tf.distribute strategy.
+        TypeError: If an argument is of the wrong type, or unknown to `model.fit`.
+        ValueError: If an argument is out of range.
+
+    Example:
+
+    ```python
+    history = oomproof.fit(model, x, y, batch_size=1024, epochs=5)
+    print(history.run)
+    ```
     """
     backends.current().check_model(model)
     known = inspect.signature(type(model).fit).parameters
@@ -236,10 +267,8 @@ class _Guard:
         bound = inspect.signature(method).bind(*args, **kwargs)
         self._check_batch_size(name, bound.arguments)
         verbose = self._verbose if self._verbose != "auto" else bound.arguments.get("verbose", "auto")
-        if name == "fit" and self._settings.start is None and self._planner.changes_models:
-            self._plan_changes(bound.arguments)
-        if name == "fit" and (told := feed_in_slices(bound.arguments)) is not None and verbose != 0:
-            logger.warning(f"oomproof: {told}")
+        if name == "fit":
+            self._before_fit(bound.arguments, silent=verbose == 0)
         self._drivers.begin(silent=verbose == 0, may_grow=not name.endswith("on_batch"))
         self._ready()
         drivers = self._drivers
@@ -252,11 +281,12 @@ class _Guard:
             else:
                 result = method(*bound.args, **bound.kwargs)
         except RecoveryFailedError as error:
-            error.run = drivers.record()
-            error.history = getattr(self._model, "history", None) if name == "fit" else None
             # Keras re-raises "from None"; the framework's own error is what the user needs to see.
             error.__cause__ = drivers.last_error
-            error.diagnosis = explain(drivers.last_error or error, model=self._model)
+            error.history = getattr(self._model, "history", None) if name == "fit" else None
+            with optional("Explaining the error"):
+                error.run = drivers.record()
+                error.diagnosis = explain(drivers.last_error or error, model=self._model)
             raise
         except BaseException:
             # Steps that are still on their way must not fail unseen, with the model's values in them.
@@ -268,8 +298,19 @@ class _Guard:
         if name == "fit" and result is not None:
             result.run = drivers.record()
             if any(event.kind == "oom" and event.phase == "train" and not event.step for event in result.run.events):
-                self._planner.learned(result.run.plan)
+                with optional("Remembering the plan"):
+                    self._planner.learned(result.run.plan)
         return result
+
+    def _before_fit(self, arguments: dict[str, Any], silent: bool) -> None:
+        if self._settings.start is None and self._planner.changes_models:
+            with optional("Planning"):
+                self._plan_changes(arguments)
+        told = None
+        with optional("Feeding the data in slices"):
+            told = feed_in_slices(arguments)
+        if told is not None and not silent:
+            logger.warning(f"oomproof: {told}")
 
     @property
     def _driver(self) -> Driver:
@@ -283,7 +324,7 @@ class _Guard:
             self._followed = True
         left_out = set(FUNCTIONS) - self._install()
         for phase in sorted(left_out - self._told):
-            logger.warning(f"oomproof: the model has its own {phase}_step, which is left to Keras and not guarded")
+            logger.warning(f"oomproof: The model has its own {phase}_step. It runs as in Keras, unguarded.")
         self._told |= left_out
         return self._driver
 

@@ -1,4 +1,4 @@
-"""Segmentes of a built model computed again in the backward pass, instead of being kept from the forward pass.
+"""Segments of a built model computed again in the backward pass, instead of being kept from the forward pass.
 
 A segment runs as a function of nothing but tensors: its inputs and their masks, and the values of the variables that
 layers write (statistics, random seeds). It writes nothing. What it would have written, the losses that its layers add,
@@ -34,7 +34,7 @@ class Recomputing(Engine, Protocol):
     Attributes:
         model: The model.
         tensor: What tensors are, all but sparse and ragged ones.
-        recompute: Segmentes that `call` computes again in the backward pass while training.
+        recompute: Segments that `call` computes again in the backward pass while training.
     """
 
     model: Any

@@ -31,7 +31,7 @@ def labels(model: Any) -> tuple[str, ...]:
 
 
 def resolved(model: Any, segments: Sequence[str]) -> tuple[list[tuple[Graph, list[range]]], list[Any]]:
-    """Segmentes of graphs, as ranges of their calls, and layers all of whose calls are meant.
+    """Segments of graphs, as ranges of their calls, and layers all of whose calls are meant.
 
     Raises:
         ValueError: See `recompute.recomputing`.

@@ -73,7 +73,7 @@ class ModelStep:
 
     @property
     def recompute(self) -> tuple[str, ...]:
-        """Segmentes that are computed again in the backward pass."""
+        """Segments that are computed again in the backward pass."""
         return self.engine.recompute
 
     @recompute.setter
