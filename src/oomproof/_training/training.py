@@ -96,9 +96,9 @@ class Training:
     def follow(self, plan: Plan, batch: Batch) -> bool:
         """Runs batches as a plan says from here on; returns whether that changes anything."""
         if plan.recompute != self.current.recompute:
+            self.step.recompute = plan.recompute
             # What was measured, and what failed, is another step.
             self.measured["train"].evidence = Evidence()
-            self.step.recompute = plan.recompute
         return self.current.follow(plan, batch.unit)
 
     def note_plan(
