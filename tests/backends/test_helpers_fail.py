@@ -6,7 +6,7 @@ from models import check_same, classes, classifier, numbers, train
 from oomproof._machine import host
 from oomproof._planning import plan_cache
 from oomproof._planning.planner import Planner
-from oomproof._training import guard
+from oomproof._training import guarded_model
 from oomproof._training.proof_cache import ProofCache
 
 
@@ -16,7 +16,7 @@ def out_of_order(*_, **__):
 
 HELPERS = {
     "Planning": (Planner, "propose_for"),
-    "Feeding the data in slices": (guard, "feed_in_slices"),
+    "Feeding the data in slices": (guarded_model, "feed_in_slices"),
     "Watching the host's memory": (host, "resident"),
     "Looking for an earlier proof": (ProofCache, "key"),
     "Reading an earlier proof": (ProofCache, "recall"),
