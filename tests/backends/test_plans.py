@@ -293,7 +293,7 @@ def test_a_precision_that_changes_the_loss_is_not_taken(asked, monkeypatch, capl
     plan = planner.propose_for(arguments, memory, None)
     assert plan.precision is None
     assert plan.micro_batch_size is not None
-    assert "would be 1.2 and not 1" in caplog.text
+    assert "would be 1.2 instead of 1" in caplog.text
 
 
 def test_a_model_that_cannot_be_traced_is_trained_without_a_plan(asked, monkeypatch):

@@ -224,8 +224,8 @@ class Planner:
         if abs(after - before) <= _SAME_LOSS * max(abs(before), 1e-6):
             return found
         logger.warning(
-            f"oomproof: not trained in {found.precision}: the loss of the first batch would be {after:.4g} and not "
-            f"{before:.4g}"
+            f"oomproof: Not training in {found.precision}: the loss of the first batch would be {after:.4g} instead of "
+            f"{before:.4g}."
         )
         self._levers -= {"mixed_precision"}
         self._ways = None

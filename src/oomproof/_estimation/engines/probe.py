@@ -65,16 +65,16 @@ def answer(question: Question) -> Answer:
         )
     sizes = sizes[: len(peaks)]
     expected, doubt = _line(sizes, peaks, batch_size)
-    notes = [f"real steps were run with batches of {', '.join(map(str, sizes))} on {memory}"]
+    notes = [f"ran real steps with batches of {', '.join(map(str, sizes))} on {memory}"]
     if batch_size in sizes:
         doubt = 0
     elif whole is not None:
         expected, doubt = whole, 0
-        notes = [f"the step itself was run on {memory}"]
+        notes = [f"ran the step itself on {memory}"]
     elif tried:
         # It is more than there is, whatever the line says.
         expected = max(expected, (memory.limit or 0) + 1)
-        notes.append(f"a batch of {batch_size} was tried and ran out of memory")
+        notes.append(f"a batch of {batch_size} ran out of memory")
     return Answer(
         trace,
         peak=int(expected),
