@@ -5,7 +5,7 @@
     KERAS_BACKEND=torch python benchmarks/plan_times.py --tiny              # on a CPU, to see that it runs
 
 For each model, in a process of its own: the plain step is measured, `oomproof.plan` is asked for parts of its peak, and
-what it answers is timed beside every point of a grid, pieces × sets of stretches to recompute. The sets are none, the
+what it answers is timed beside every point of a grid, pieces × sets of segments to recompute. The sets are none, the
 planner's own answers for some caps between the smallest peak and the plain one, the set with the smallest peak, and
 everything. They are computed once per model, for the whole batch: for pieces the same sets are taken.
 
@@ -320,22 +320,22 @@ class Bench:
 
         model, backend = self.fresh().model, backends.current()
         workload = describe(model, self.batch, "train", is_compiled(model, backend), Target(True, (9, 0)))
-        stretches = Planner(backend, model, allowed("default"), cache=False)._way(workload, own=True).chain.segments
-        smallest = remat.least(stretches)
-        low, high = remat.peak(stretches, smallest), remat.peak(stretches, ())
+        segments = Planner(backend, model, allowed("default"), cache=False)._way(workload, own=True).chain.segments
+        smallest = remat.least(segments)
+        low, high = remat.peak(segments, smallest), remat.peak(segments, ())
         count = max(1, self.options["levels"])
         found: list[tuple[str, remat.Runs | None]] = [("none", ())]
         for part in range(count - 1, 0, -1):
-            found.append((f"cap {part}/{count}", remat.choose(stretches, low + (high - low) * part // count)))
+            found.append((f"cap {part}/{count}", remat.choose(segments, low + (high - low) * part // count)))
         found.append(("smallest", smallest))
-        found.append(("everything", tuple((i, i + 1) for i, each in enumerate(stretches) if each.recomputable)))
+        found.append(("everything", tuple((i, i + 1) for i, each in enumerate(segments) if each.recomputable)))
         named: dict[tuple[str, ...], str] = {}
         predicted = {}
         for name, runs in found:
             if runs is not None:
-                labels = tuple(remat.label(stretches[start:end]) for start, end in runs)
+                labels = tuple(remat.label(segments[start:end]) for start, end in runs)
                 named.setdefault(labels, name)
-                predicted[name] = remat.peak(stretches, runs)
+                predicted[name] = remat.peak(segments, runs)
         sets = [(name, labels) for labels, name in named.items()]
         say({"what": "levels", "sets": dict(sets), "predicted_of_stretches": predicted})
         return sets

@@ -80,7 +80,7 @@ def _compiled(model: str, share: float = 1.0, slop: int | None = None, fraction:
 
     import _plan_zoo
     from oomproof._records.trace import Spec, Target, Workload
-    from oomproof._simulators.jax.abstract import abstract_step
+    from oomproof._simulators.jax.keras_step import keras_step
 
     case = getattr(_plan_zoo, model)(large=True)
     inputs = [Spec((case.batch, *shape), kind) for shape, kind, _ in case.data]
@@ -88,7 +88,7 @@ def _compiled(model: str, share: float = 1.0, slop: int | None = None, fraction:
     labels = [Spec((case.batch, *shape), kind) for shape, kind, _ in targets]
     x, y = (specs[0] if len(specs) == 1 else specs for specs in (inputs, labels))
     work = Workload(x=x, y=y, phase="train", jit=True, target=Target(gpu=jax.default_backend() != "cpu"))
-    with abstract_step(case.model, work) as step:
+    with keras_step(case.model, work) as step:
         lowered = jax.jit(step.function).lower(step.state, step.data)
         began = time.perf_counter()
         program = lowered.compile({"xla_gpu_memory_limit_slop_factor": slop} if slop else None)

@@ -1,4 +1,4 @@
-"""Models whose stretches are known, for chains and recomputed steps to be checked on: each with a batch size."""
+"""Models whose segments are known, for chains and recomputed steps to be checked on: each with a batch size."""
 
 import keras
 from keras import layers
@@ -80,7 +80,7 @@ def nested():
 
 
 def blocks(name, model):
-    """The stretches of a model made of blocks, one for each."""
+    """The segments of a model made of blocks, one for each."""
     first, last = {"residual": ("up", "sum"), "transformer": ("norm", "sum")}[name]
     count = sum(layer.name.endswith("_sum") for layer in model.layers)
     return tuple(f"block_{index}_{first}..block_{index}_{last}" for index in range(count))

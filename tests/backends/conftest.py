@@ -67,7 +67,7 @@ def weights_as_given():
 
 
 # Where proofs are made as they are for a user. Elsewhere what is proven is what the tests themselves compare.
-_PROVING = {"test_docs", "test_fuzz", "test_keras_own", "test_proof", "test_verify"}
+_PROVING = {"test_docs", "test_proof_found", "test_fuzz", "test_keras_own", "test_proof", "test_verify"}
 
 
 @pytest.fixture(autouse=True)

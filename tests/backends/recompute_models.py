@@ -1,4 +1,4 @@
-"""Models whose stretches are recomputed, with data for them, and training with and without."""
+"""Models whose segments are recomputed, with data for them, and training with and without."""
 
 import keras
 import numpy as np
@@ -6,7 +6,7 @@ from here import set_mode
 from keras import layers, ops
 
 from oomproof import _backends as backends
-from oomproof._backends.common.calls import graphs
+from oomproof._backends.common.call_graph import graphs
 
 SAMPLES, BATCH = 12, 4
 RANDOM = np.random.default_rng(0)
@@ -53,7 +53,7 @@ def transformer():
 
 
 def u_net():
-    """Skips that are longer than any stretch."""
+    """Skips that are longer than any segment."""
     inputs = keras.Input((8, 8, 2))
     first = layers.Conv2D(3, 3, padding="same", activation="tanh", name="down_1")(inputs)
     x = layers.MaxPooling2D(name="pool_1")(first)
@@ -191,17 +191,17 @@ def made(build, mode):
     return model
 
 
-def take_over(model, stretches, pieces=1):
+def take_over(model, segments, pieces=1):
     """Trains the model with our step, without the driver that decides what to do."""
     backend = backends.current()
     step = backend.step(model)
-    step.recompute = stretches
+    step.recompute = segments
 
     def run(phase, data, spec):
         step.prepare(data, phase)
         options = {"lean": False} if phase == "train" else {}
         result = getattr(step, phase)(data, pieces, spec=spec, **options)
-        step.land(True)
+        step.wait_for_pending(True)
         return result
 
     backend.install(model, run, lambda: None)
@@ -215,11 +215,11 @@ def variables(model):
     }
 
 
-def trained(build, data, mode, stretches=None, pieces=1, epochs=2):
-    """The model, its variables and its history; plain without `stretches`, a function that names those of a model."""
+def trained(build, data, mode, segments=None, pieces=1, epochs=2):
+    """The model, its variables and its history; plain without `segments`, a function that names those of a model."""
     model = made(build, mode)
-    if stretches is not None:
-        take_over(model, stretches(model), pieces)
+    if segments is not None:
+        take_over(model, segments(model), pieces)
     history = model.fit(*data, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0).history
     return model, variables(model), history
 

@@ -18,7 +18,7 @@ from keras import layers, ops
 
 from oomproof import _simulators as simulators
 from oomproof._backends import current
-from oomproof._backends.common.calls import graphs
+from oomproof._backends.common.call_graph import graphs
 from oomproof._backends.common.precision import computed_in
 from oomproof._estimation.allocator import replay
 from oomproof._estimation.api import estimate
@@ -61,8 +61,8 @@ def activations(trace):
     return int(use(trace, lambda buffer: buffer.category == "activations").max())
 
 
-def calls_of(stretch, order):
-    return order[order.index(stretch.first) : order.index(stretch.last) + 1]
+def calls_of(segment, order):
+    return order[order.index(segment.first) : order.index(segment.last) + 1]
 
 
 # The chain
@@ -79,25 +79,25 @@ def known(request):
 
 def test_sums_are_those_of_the_trace(known):
     name, model, chain, trace, seconds = known
-    assert sum(stretch.kept for stretch in chain.segments) + chain.outside == activations(trace)
+    assert sum(segment.kept for segment in chain.segments) + chain.outside == activations(trace)
     # What the loss keeps is no layer's; on torch it keeps the result in several forms.
     assert chain.outside < (0.1 if (name, BACKEND) == ("unet", "torch") else 0.05) * activations(trace)
     weights = sum(int(np.prod(weight.shape)) * 4 for weight in model.trainable_weights)
-    assert sum(stretch.gradients for stretch in chain.segments) == weights
-    assert sum(stretch.cost for stretch in chain.segments) == pytest.approx(1)
+    assert sum(segment.gradients for segment in chain.segments) == weights
+    assert sum(segment.cost for segment in chain.segments) == pytest.approx(1)
     state = [b.size for b in trace.buffers if b.category in ("weights", "optimizer") and b.start < 0]
     assert chain.resident >= sum(state)
     assert chain.peak == 123
     assert seconds < 1
 
 
-def test_stretches_explain_the_peak(known):
+def test_segments_explain_the_peak(known):
     """Of the backward pass, or of the update if that is higher; a step's forward pass may have the peak, too."""
     _, _, chain, trace, _ = known
-    kept = np.cumsum([stretch.kept for stretch in chain.segments])
-    after = np.cumsum([stretch.gradients for stretch in chain.segments][::-1])[::-1]
+    kept = np.cumsum([segment.kept for segment in chain.segments])
+    after = np.cumsum([segment.gradients for segment in chain.segments][::-1])[::-1]
     always = chain.resident + chain.inputs
-    backward = always + chain.outside + max(kept + after + [stretch.work for stretch in chain.segments])
+    backward = always + chain.outside + max(kept + after + [segment.work for segment in chain.segments])
     update = always + after[0] + chain.update
     assert 0.65 < max(backward, update) / use(trace).max() < 1.4
 
@@ -107,19 +107,19 @@ def test_labels_cover_every_call_once(known):
     order = []
     for graph in graphs(model):
         order += [call.label for call in graph.calls if not isinstance(call.operation, keras.Model)]
-    covered = [label for stretch in chain.segments for label in calls_of(stretch, order)]
+    covered = [label for segment in chain.segments for label in calls_of(segment, order)]
     assert sorted(covered) == sorted(order)
     assert len(chain.segments) <= MOST_SEGMENTS
-    for stretch in chain.segments:
-        assert stretch.first.rpartition("/")[0] == stretch.last.rpartition("/")[0]
+    for segment in chain.segments:
+        assert segment.first.rpartition("/")[0] == segment.last.rpartition("/")[0]
 
 
-def test_crossing_falls_from_stretch_to_stretch(known):
+def test_crossing_falls_from_segment_to_segment(known):
     _, _, chain, _, _ = known
-    for number, stretch in enumerate(chain.segments):
-        assert len(stretch.crossing) == len(chain.segments) - number
-        assert list(stretch.crossing) == sorted(stretch.crossing, reverse=True)
-        assert stretch.crossing[0] > 0
+    for number, segment in enumerate(chain.segments):
+        assert len(segment.crossing) == len(chain.segments) - number
+        assert list(segment.crossing) == sorted(segment.crossing, reverse=True)
+        assert segment.crossing[0] > 0
 
 
 def residual(batch=8):
@@ -132,20 +132,20 @@ def residual(batch=8):
 
 def test_crossing_of_a_residual_net_by_hand():
     chain = residual()
-    assert [(stretch.first, stretch.last) for stretch in chain.segments] == [
+    assert [(segment.first, segment.last) for segment in chain.segments] == [
         ("a", "a"),
         ("b", "b"),
         ("c", "sum"),
         ("head", "head"),
     ]
     narrow, wide, result = 8 * 32 * 4, 8 * 64 * 4, 8 * 10 * 4
-    assert [stretch.crossing for stretch in chain.segments] == [
+    assert [segment.crossing for segment in chain.segments] == [
         (narrow, narrow, 0, 0),
         (wide, 0, 0),
         (narrow, 0),
         (result,),
     ]
-    assert [stretch.gradients for stretch in chain.segments] == [4 * n for n in (16 * 32 + 32, 33 * 64, 65 * 32, 330)]
+    assert [segment.gradients for segment in chain.segments] == [4 * n for n in (16 * 32 + 32, 33 * 64, 65 * 32, 330)]
     assert chain.batch_size == 8
     assert chain.inputs >= (8 * 16 + (8 * 10 if BACKEND != "torch" else 0)) * 4
 
@@ -153,7 +153,7 @@ def test_crossing_of_a_residual_net_by_hand():
 def test_crossing_of_a_unet_by_hand():
     model, batch = chain_models.unet()
     chain, _ = chained(model, batch)
-    assert [stretch.last for stretch in chain.segments] == ["pool_0", "pool_1", "join_1", "join_0", "up_0", "last"]
+    assert [segment.last for segment in chain.segments] == ["pool_0", "pool_1", "join_1", "join_0", "up_0", "last"]
     skip, pooled = batch * 64 * 64 * 16 * 4, batch * 32 * 32 * 16 * 4
     assert chain.segments[0].crossing == (skip + pooled, skip, skip, 0, 0, 0)
     assert chain.segments[1].crossing == (skip // 2 + pooled // 2, 0, 0, 0, 0)
@@ -172,7 +172,7 @@ def test_batches_count_in_proportion():
 def test_calls_of_inner_models_are_their_own():
     model, batch = chain_models.nested()
     chain, _ = chained(model, batch)
-    found = [(stretch.first, stretch.last) for stretch in chain.segments]
+    found = [(segment.first, segment.last) for segment in chain.segments]
     assert found[1:4] == [
         ("backbone/conv_1", "backbone/conv_1"),
         ("backbone/norm", "backbone/relu"),
@@ -188,14 +188,14 @@ def test_what_is_shared_is_split_and_counted_once():
     a, b = keras.Input((32,)), keras.Input((32,))
     x = layers.Concatenate()([tower(shared(a)), tower(shared(b))])
     chain, _ = chained(functional([a, b], layers.Dense(4, name="head")(x)), 64)
-    of = {stretch.first: stretch for stretch in chain.segments}
+    of = {segment.first: segment for segment in chain.segments}
     assert of.keys() >= {"shared", "shared#2", "tower", "tower#2", "head"}
     assert abs(of["shared"].kept - of["shared#2"].kept) <= 1
     assert {of["shared"].gradients, of["shared#2"].gradients} == {0, 33 * 32 * 4}
     assert {of["tower"].gradients, of["tower#2"].gradients} == {0, 33 * 32 * 4}
 
 
-def test_a_model_with_code_of_its_own_has_no_stretches():
+def test_a_model_with_code_of_its_own_has_no_segments():
     class Own(keras.Model):
         def __init__(self):
             super().__init__()
@@ -219,8 +219,8 @@ def test_shapes_that_the_model_leaves_open():
     x = layers.Dense(4, name="flat")(ops.reshape(x, (-1, 16)))
     x = ops.reshape(x, (-1, 12, 4))
     chain, _ = chained(functional(inputs, layers.Dense(2, name="last")(x)), 4, input_shape=(12, 8))
-    assert [stretch.first for stretch in chain.segments] == ["wide", "flat", "last"]
-    assert [stretch.crossing[0] for stretch in chain.segments] == [4 * 12 * 16 * 4, 4 * 12 * 4 * 4, 4 * 12 * 2 * 4]
+    assert [segment.first for segment in chain.segments] == ["wide", "flat", "last"]
+    assert [segment.crossing[0] for segment in chain.segments] == [4 * 12 * 16 * 4, 4 * 12 * 4 * 4, 4 * 12 * 2 * 4]
 
 
 def test_another_precision_has_other_sizes():
@@ -316,7 +316,7 @@ def test_recomputing_shows_in_compiled_steps_too():
     assert use(again).max() < 0.5 * use(plain).max()
 
 
-def test_estimates_take_stretches():
+def test_estimates_take_segments():
     model, batch = chain_models.residual()
     options = {"engine": "trace", "gpu": "t4", "jit": JIT}
     plain = estimate(model, batch, **options)

@@ -93,31 +93,31 @@ def test_programs_are_read_from_disk_in_a_second_run(tmp_path):
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("late", [{1}, {2}, {3, 4}, {5}, {9}], ids=str)
 def test_steps_that_fail_late_are_undone_and_repeated(late, monkeypatch):
-    from oomproof._backends.jax.pending_steps import Flight
+    from oomproof._backends.jax.pending_steps import PendingStep
 
-    original, landed = Flight.land, []
+    original, waited = PendingStep.wait, []
 
-    def land(flight):
-        landed.append(flight)
-        if len(landed) in late:
+    def wait(step):
+        waited.append(step)
+        if len(waited) in late:
             raise out_of_memory()
-        return original(flight)
+        return original(step)
 
     expected = train(lambda: classifier(metrics=["accuracy"]), numbers(), classes(), epochs=5)
-    monkeypatch.setattr(Flight, "land", land)
+    monkeypatch.setattr(PendingStep, "wait", wait)
     received = train(lambda: classifier(metrics=["accuracy"]), numbers(), classes(), epochs=5, guard={})
-    assert len(landed) > max(late)
+    assert len(waited) > max(late)
     check_same(expected, received)
 
 
 @only("jax", because="steps that fail after they were believed")
 def test_an_error_of_another_kind_that_comes_late_leaves_the_model_readable(monkeypatch):
-    from oomproof._backends.jax.pending_steps import Flight
+    from oomproof._backends.jax.pending_steps import PendingStep
 
-    def land(flight):
+    def wait(step):
         raise ValueError("something else")
 
-    monkeypatch.setattr(Flight, "land", land)
+    monkeypatch.setattr(PendingStep, "wait", wait)
     models = []
     with pytest.raises(ValueError, match="something else"):
         train(lambda: models.append(classifier()) or models[0], numbers(), classes(), epochs=3, guard={})

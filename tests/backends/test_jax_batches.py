@@ -80,18 +80,18 @@ def test_a_batch_on_the_device_stays_there_and_the_next_ones_do_not_follow(apart
 
 @pytest.mark.usefixtures("float64")
 def test_memory_that_runs_out_in_a_later_batch(apart, monkeypatch):
-    from oomproof._backends.jax.pending_steps import Flight
+    from oomproof._backends.jax.pending_steps import PendingStep
 
-    original, landed = Flight.land, []
+    original, waited = PendingStep.wait, []
 
-    def land(flight):
-        landed.append(flight)
-        if len(landed) == 4:
+    def wait(step):
+        waited.append(step)
+        if len(waited) == 4:
             raise out_of_memory()
-        return original(flight)
+        return original(step)
 
     expected = train(lambda: classifier(metrics=["accuracy"]), numbers(), classes(), epochs=5)
-    monkeypatch.setattr(Flight, "land", land)
+    monkeypatch.setattr(PendingStep, "wait", wait)
     received = train(lambda: classifier(metrics=["accuracy"]), numbers(), classes(), epochs=5, guard={})
     check_same(expected, received)
     assert apart[-1][1] == "pinned_host"

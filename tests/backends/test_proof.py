@@ -8,8 +8,9 @@ from keras import layers, ops
 from models import BATCH, FEATURES, STEPS, WORDS, classes, classifier, compiled, made, numbers, tags, words
 
 import oomproof
-from oomproof._backends.common import losses, phases
+from oomproof._backends.common import losses, streaming
 from oomproof._backends.common.model import written_by_update
+from oomproof._backends.common.split_batch import PieceWrites
 from oomproof._records.exactness import Exactness
 from oomproof._training import proof_cache
 
@@ -212,7 +213,7 @@ def assert_caught(build, x, y, **options):
 
 
 def test_a_wrong_share_is_caught(monkeypatch):
-    monkeypatch.setattr(phases, "_share", lambda size, batch_size: 1 / 3)
+    monkeypatch.setattr(streaming, "share_of", lambda size, batch_size: 1 / 3)
     assert_caught(classifier, numbers(BATCH), classes(BATCH))
 
 
@@ -236,7 +237,7 @@ def test_other_seeds_in_the_second_pass_are_caught(monkeypatch):
 
     if BACKEND != "torch":
         assert trained(build, numbers(BATCH), classes(BATCH), allow="exact").exactness == Exactness()
-    monkeypatch.setattr(phases.Carried, "for_piece", _with_other_seeds(phases.Carried.for_piece))
+    monkeypatch.setattr(PieceWrites, "for_piece", _with_other_seeds(PieceWrites.for_piece))
     assert_caught(build, numbers(BATCH), classes(BATCH))
 
 

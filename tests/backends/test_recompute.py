@@ -1,4 +1,4 @@
-"""Stretches computed again in the backward pass: the same training as plain Keras's, in less memory."""
+"""Segments computed again in the backward pass: the same training as plain Keras's, in less memory."""
 
 import json
 import os
@@ -47,10 +47,10 @@ def plain(build, mode="eager"):
     return _plain[key]
 
 
-@pytest.mark.parametrize("stretches", SEGMENTATIONS)
+@pytest.mark.parametrize("segments", SEGMENTATIONS)
 @pytest.mark.parametrize("build", CASES)
-def test_the_same_training(float64, build, stretches):
-    check_same(plain(build), trained(build, CASES[build], USUAL, stretches))
+def test_the_same_training(float64, build, segments):
+    check_same(plain(build), trained(build, CASES[build], USUAL, segments))
 
 
 OTHER_MODES = [mode for mode in modes("graph", "eager", "xla") if mode != USUAL]
@@ -71,19 +71,19 @@ def test_the_same_training_in_other_modes(float64, build, mode):
 
 
 @pytest.mark.parametrize(
-    "stretches",
+    "segments",
     [
-        ("norm..drop", "dense#2..drop#2"),  # Each call in a stretch of its own.
+        ("norm..drop", "dense#2..drop#2"),  # Each call in a segment of its own.
         ("norm..add",),  # Several calls in one.
         ("drop..norm#2",),  # Written before, inside and after.
     ],
 )
-def test_shared_layers_across_stretches(float64, stretches):
-    check_same(plain(shared), trained(shared, CASES[shared], USUAL, lambda model: stretches))
+def test_shared_layers_across_segments(float64, segments):
+    check_same(plain(shared), trained(shared, CASES[shared], USUAL, lambda model: segments))
 
 
 @pytest.mark.parametrize(
-    "stretches",
+    "segments",
     [
         ("block_0", "block_1"),
         ("block_1/norm", "block_0/penalty", "head"),
@@ -91,8 +91,8 @@ def test_shared_layers_across_stretches(float64, stretches):
         ("block_0", "block_0/drop", "middle"),  # What is inside of another is computed again with that.
     ],
 )
-def test_layers_of_own_code(float64, stretches):
-    received = trained(subclassed, CASES.get(subclassed, (NUMBERS, CLASSES)), USUAL, lambda model: stretches)
+def test_layers_of_own_code(float64, segments):
+    received = trained(subclassed, CASES.get(subclassed, (NUMBERS, CLASSES)), USUAL, lambda model: segments)
     check_same(plain(subclassed), received)
 
 
@@ -130,8 +130,8 @@ def test_mixed_precision(policy):
 def test_changed_between_steps(float64):
     model = made(residual, USUAL)
     step = take_over(model, ())
-    for stretches in ((), with_gap(model), one(model)):
-        step.recompute = stretches
+    for segments in ((), with_gap(model), one(model)):
+        step.recompute = segments
         model.train_on_batch(IMAGES[:4], CLASSES[:4])
     same = made(residual, "eager")
     for _ in range(3):
@@ -216,7 +216,7 @@ def test_evaluation_and_prediction_stay(float64):
 
 
 @pytest.mark.parametrize(
-    ("stretches", "says"),
+    ("segments", "says"),
     [
         (("conv_9",), "Received: 'conv_9'. Did you mean conv_"),
         (("stem..conv_9",), "Received: 'conv_9'.* in 'stem..conv_9'"),
@@ -225,10 +225,10 @@ def test_evaluation_and_prediction_stay(float64):
         (("stem", "stem"), "do not overlap"),
     ],
 )
-def test_bad_labels(stretches, says):
+def test_bad_labels(segments, says):
     model = made(residual, "eager")
     with pytest.raises(ValueError, match=says):
-        backends.current().step(model).recompute = stretches
+        backends.current().step(model).recompute = segments
 
 
 def test_bad_labels_of_own_code():
@@ -266,14 +266,14 @@ def deep(blocks=24):
     return compiled(keras.Model(inputs, layers.Dense(3, "softmax", name="head")(x)))
 
 
-def peak(mode, stretches):
+def peak(mode, segments):
     """Bytes a training step needs, or on torch keeps for its backward pass."""
     model = made(deep, mode)
     backend = backends.current()
     step = backend.step(model)
     data = backend.as_batch(np.zeros((2048, 256), "float32"), np.zeros(2048, "int32"), None)
     step.prepare(data, "train")
-    step.recompute = stretches
+    step.recompute = segments
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
@@ -311,7 +311,7 @@ def test_memory_falls(mode):
     code = (
         "import json, test_recompute as t;"
         "blocks = tuple(f'norm_{n}..add_{n}' for n in range(24));"
-        f"print(json.dumps([t.peak({mode!r}, stretches) for stretches in ((), blocks)]))"
+        f"print(json.dumps([t.peak({mode!r}, segments) for segments in ((), blocks)]))"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -22,7 +22,7 @@ DATA = {
     "residual": (recompute_models.IMAGES, recompute_models.CLASSES),
     "transformer": (recompute_models.WORDS, recompute_models.TAGS),
 }
-STRETCHES = {
+SEGMENTS = {
     "residual": ("norm_0..add_0", "norm_1..add_1"),
     "transformer": ("before_0..sum_0", "before_1..sum_1"),
 }
@@ -63,7 +63,7 @@ def test_nothing_is_left_of_steps_wherever_they_fail(name, pieces):
     data = tuple(backend.as_batch(*DATA[name], None))
     step, memory = backend.step(model), backend.memory()
     step.prepare(data, "train")
-    step.recompute = STRETCHES[name]
+    step.recompute = SEGMENTS[name]
     step.train(data, pieces, False)
     with fails_at() as counted:
         step.train(data, pieces, False)
@@ -90,7 +90,7 @@ def test_nothing_waits_for_the_garbage_collector(name, pieces):
     data = tuple(backend.as_batch(*DATA[name], None))
     step = backend.step(model)
     step.prepare(data, "train")
-    step.recompute = STRETCHES[name]
+    step.recompute = SEGMENTS[name]
     step.train(data, pieces, False)
     gc.collect()
     before = live()

@@ -315,7 +315,7 @@ def test_a_missing_compiler_names_what_to_install(monkeypatch):
         raise RuntimeError("no plugin")
 
     _, compiling = tools()
-    monkeypatch.setattr("oomproof._simulators.xla.absent_gpu.topologies.get_topology_desc", missing)
+    monkeypatch.setattr("oomproof._simulators.xla.compile_only_gpu.topologies.get_topology_desc", missing)
     with pytest.raises(BackendError, match=r"pip install 'oomproof\[gpu-compile\]'"):
         compiling.compile_step(mlp(), step())
     assert "gpu-compile" in compiling.why_not(step())

@@ -182,23 +182,23 @@ def test_trace_and_compiler_agree_for_a_gpu_that_is_not_there():
 
 
 def test_a_process_that_cannot_compile_says_why(monkeypatch):
-    from oomproof._simulators.xla.child import compiled_elsewhere
+    from oomproof._simulators.xla.compile_process import compiled_in_process
 
     says = "ended with status" if HAS_COMPILER else "gpu-compile"
     with pytest.raises(BackendError, match=says):
-        compiled_elsewhere("this is no program", Target(True, (9, 0)), None)
+        compiled_in_process("this is no program", Target(True, (9, 0)), None)
     with pytest.raises(BackendError, match=r"capability|architecture"):
-        compiled_elsewhere("", Target(True, (1, 0)), None)
+        compiled_in_process("", Target(True, (1, 0)), None)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(BackendError, match="ended with status 1"):
-        compiled_elsewhere("", Target(True, (9, 0)), None)
+        compiled_in_process("", Target(True, (9, 0)), None)
 
 
 def lowered_text(model, batch=8):
-    from oomproof._simulators.tensorflow.lowering import lowered
+    from oomproof._simulators.tensorflow.stablehlo_step import stablehlo_step
 
     data = Workload(Spec((batch, 300), "float32"), Spec((batch, 300), "float32"), "train", True, Target(gpu=True))
-    text = lowered(model, data).text
+    text = stablehlo_step(model, data).text
     # Names of functions are counted on, and places say where an op is from.
     return [
         re.sub(r"_\d+(_quick_to_lower)?__|loc\(.*?\)+", "", line)
@@ -209,12 +209,12 @@ def lowered_text(model, batch=8):
 
 @pytest.mark.parametrize("optimizer", ["adam", "rmsprop", "adamw"])
 def test_a_program_is_the_same_however_square_roots_are_lowered(monkeypatch, optimizer):
-    from oomproof._simulators.tensorflow import lowering
+    from oomproof._simulators.tensorflow import stablehlo_step
 
     model = keras.Sequential([keras.Input((300,)), layers.Dense(300, activation="tanh"), layers.LayerNormalization()])
     model.compile(optimizer, "mse")
     quick = lowered_text(model)
-    monkeypatch.setattr(lowering, "_QUICK", "Sqrt")
+    monkeypatch.setattr(stablehlo_step, "_QUICK", "Sqrt")
     assert lowered_text(model) == quick
     assert any("stablehlo.sqrt" in line for line in quick)
     assert not any("stablehlo.tan " in line for line in quick)
@@ -228,7 +228,7 @@ def test_tangents_of_a_model_stay_tangents():
 
 
 def test_lowering_that_fails_leaves_the_model_as_it_was(monkeypatch):
-    from oomproof._simulators.tensorflow import lowering
+    from oomproof._simulators.tensorflow import stablehlo_step
 
     def fails(*_):
         raise ValueError("Lowering failed.")
@@ -237,7 +237,7 @@ def test_lowering_that_fails_leaves_the_model_as_it_was(monkeypatch):
     model.compile("adam", "mse")
     before = model.get_weights()
     optimizer = model.optimizer
-    monkeypatch.setattr(lowering.compiler_ir, "from_concrete_function", fails)
+    monkeypatch.setattr(stablehlo_step.compiler_ir, "from_concrete_function", fails)
     with pytest.raises(UnsupportedModelError, match="Lowering failed"):
         lowered_text(model)
     assert model.optimizer is optimizer

@@ -28,7 +28,7 @@ class Case:
     """A training as functions, and how the guarded side runs it.
 
     `build()` makes a compiled model, `train(model, data, log)` trains it. `guard` holds arguments of `oomproof.guard`,
-    `recompute` stretches as fractions of the model's calls, `ooms` the numbers of the forward passes, backward passes
+    `recompute` segments as fractions of the model's calls, `ooms` the numbers of the forward passes, backward passes
     and updates that run out of memory.
     """
 
@@ -163,7 +163,7 @@ def trained(case, arrays, guarded=False, disturbed=False):
     log = Log()
     keras.utils.set_random_seed(8)
     if guarded:
-        plan = oomproof.Plan(recompute=stretches(model, case.recompute), lean_commit=case.lean)
+        plan = oomproof.Plan(recompute=segments(model, case.recompute), lean_commit=case.lean)
         options = {"plan": plan} if case.recompute or case.lean else {}
         oomproof.guard(model, **{"verbose": 0, **options, **case.guard})
         if case.ooms:
@@ -198,15 +198,15 @@ def reordered(arrays, batch):
     return keras.tree.map_structure(lambda a: a[np.concatenate(order)], arrays)
 
 
-def stretches(model, fractions):
-    """Labels of stretches that begin and end at these fractions of the model's calls."""
+def segments(model, fractions):
+    """Labels of segments that begin and end at these fractions of the model's calls."""
     from oomproof._backends.common.segments import labels
 
     found = labels(model) if model.built else ()
     chosen, free = [], 0
     for begin, end in fractions:
         first, last = max(free, int(begin * len(found))), min(int(end * len(found)), len(found) - 1)
-        # Labels of a nested model's calls and of those around it do not make one stretch.
+        # Labels of a nested model's calls and of those around it do not make one segment.
         while last > first and found[last].rpartition("/")[0] != found[first].rpartition("/")[0]:
             last -= 1
         if first < len(found) and first <= last:

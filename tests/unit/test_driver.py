@@ -295,7 +295,7 @@ def test_steps_that_fail_late_run_again_in_order(late):
     driver.settle()
     assert [samples for _, samples, _ in step.done] == batches
     assert driver.log.steps["train"] == 4
-    assert step.flights == []
+    assert step.pending == []
     assert driver.record("fake", {}).ooms >= 1
     assert max(pieces for *_, pieces in step.done) > 1
 

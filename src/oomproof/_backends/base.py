@@ -82,7 +82,7 @@ class Step(Protocol):
     settle: Callable[[], None]
     # What was learnt about how a batch may be cut, as JSON. Set where an earlier run has learnt it.
     learnt: dict[str, Any]
-    # What the steps died of that `land` returned.
+    # What the steps died of that `wait_for_pending` returned.
     failure: Exception | None
 
     @property
@@ -112,7 +112,7 @@ class Step(Protocol):
     def loss(self, data: Data, pieces: int) -> float:
         """The loss of a batch as in evaluation. Writes nothing."""
 
-    def land(self, everything: bool) -> Sequence[Flight]:
+    def wait_for_pending(self, everything: bool) -> Sequence[PendingStep]:
         """Waits for steps whose outcome was believed, all of them or all but the newest.
 
         Returns:
@@ -147,7 +147,7 @@ class Step(Protocol):
         """Bytes that are on the device whatever the batch: weights, optimizer, gradients."""
 
 
-class Flight(Protocol):
+class PendingStep(Protocol):
     """A step that was believed before it was done."""
 
     batch: tuple[Phase, Data, Any]

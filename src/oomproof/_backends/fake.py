@@ -57,7 +57,7 @@ class FakeMemory:
 
 
 @dataclasses.dataclass
-class FakeFlight:
+class FakePendingStep:
     """A step that was believed."""
 
     batch: tuple[Phase, Any, Any]
@@ -86,7 +86,7 @@ class FakeStep:
     learnt: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Numbers of the training steps that are believed and fail later.
     late: frozenset[int] = frozenset()
-    flights: list[FakeFlight] = dataclasses.field(default_factory=list)
+    pending: list[FakePendingStep] = dataclasses.field(default_factory=list)
     budget: int | None = None
     recompute: tuple[str, ...] = ()
     batches_on_device = 0
@@ -98,14 +98,14 @@ class FakeStep:
 
     def settle(self) -> None: ...
 
-    def land(self, everything: bool) -> list[FakeFlight]:
-        while len(self.flights) > (0 if everything else 1):
-            if self.flights[0].fails:
-                failed, self.flights = self.flights, []
+    def wait_for_pending(self, everything: bool) -> list[FakePendingStep]:
+        while len(self.pending) > (0 if everything else 1):
+            if self.pending[0].fails:
+                failed, self.pending = self.pending, []
                 self.failure = FakeShortageError("step")
                 del self.done[len(self.done) - len(failed) :]
                 return failed
-            self.flights.pop(0)
+            self.pending.pop(0)
         return []
 
     def prepare(self, data: Any, phase: Phase) -> None:
@@ -127,7 +127,7 @@ class FakeStep:
         self._gradients(largest_piece(len(data), pieces))
         self.memory.take(self.update // 3 if lean else self.update, "commit")
         if self.late:
-            self.flights.append(FakeFlight(("train", data, spec), self.trained in self.late))
+            self.pending.append(FakePendingStep(("train", data, spec), self.trained in self.late))
         self.trained += 1
         return self._done("train", data, pieces)
 

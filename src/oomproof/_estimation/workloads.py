@@ -12,7 +12,7 @@ from keras import tree
 from keras.src import backend as keras_backend
 
 from oomproof._backends.base import Backend
-from oomproof._backends.common.calls import graph_of
+from oomproof._backends.common.call_graph import graph_of
 from oomproof._backends.common.model import overrides
 from oomproof._estimation import naming
 from oomproof._records.run import Phase

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from oomproof._backends.common.calls import graphs
+from oomproof._backends.common.call_graph import graphs
 from oomproof._records.units import tensor_bytes
 
 

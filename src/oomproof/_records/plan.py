@@ -40,7 +40,7 @@ class Plan:
     Attributes:
         micro_batch_size: No piece of a batch holds more samples than this; `None` runs batches whole.
         recompute: Segments of the model whose forward pass is computed again in the backward pass instead of being
-            kept. Each is the label of a layer, or of the first and the last of a segment: `"conv_1..relu_3"`.
+            kept. Each is the label of a layer, or of the first and the last call of one: `"conv_1..relu_3"`.
         jit_compile: Compile the step with XLA, or not; `None` leaves it as the model was compiled.
         precision: Dtype policy to train with; `None` leaves the model's own.
         lean_commit: Apply the update variable by variable from the host, when the device has no room for the

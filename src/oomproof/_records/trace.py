@@ -158,7 +158,7 @@ class Segment:
     """The model between two neighbouring places where it can be cut, for a batch of a certain size.
 
     Attributes:
-        first: Label of its first call (see `backends.common.calls`).
+        first: Label of its first call (see `backends.common.call_graph`).
         last: Label of its last call.
         kept: Bytes it makes that are alive when the forward pass is over, because some backward pass needs them.
         crossing: Bytes of its results that later segments need: after its own end, after the end of the next

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from typing import Any
 
-from oomproof._backends.base import DeviceMemory, Flight, Shortage, Step
+from oomproof._backends.base import DeviceMemory, PendingStep, Shortage, Step
 from oomproof._records.exactness import Exactness, worse
 from oomproof._records.plan import Plan
 from oomproof._records.run import Phase, Run
@@ -85,24 +85,24 @@ class Driver:
         if self._unrepeated is not None:
             # Keras swallows what is raised while it reads logs. A batch that is missing must not be passed over.
             raise self._unrepeated
-        while failed := list(self.step.land(everything)):
+        while failed := list(self.step.wait_for_pending(everything)):
             try:
                 self._repeat(failed)
             except BaseException as error:
                 self._unrepeated = error
-                for flight in failed:  # Nobody shall wait for what could not be repeated.
-                    flight.repeated_with(None)
+                for pending in failed:  # Nobody shall wait for what could not be repeated.
+                    pending.repeated_with(None)
                 raise
 
-    def _repeat(self, failed: list[Flight]) -> None:
+    def _repeat(self, failed: list[PendingStep]) -> None:
         error, self.step.failure = self.step.failure, None
         assert error is not None
         shortage = self.memory.shortage(error)
         if shortage is None:
             raise error
         del error
-        for flight in failed:
-            self.log.steps[flight.batch[0]] -= 1
+        for pending in failed:
+            self.log.steps[pending.batch[0]] -= 1
         batch = self.training.batch(*failed[0].batch)
         recover(self.training, self._foresight, batch, self.training.pieces(batch), shortage, 0.0)
         while failed:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from oomproof._backends.common.callbacks import epochs_told
-from oomproof._backends.common.keras_calls import FUNCTIONS
+from oomproof._backends.common.keras_functions import FUNCTIONS
 from oomproof._backends.common.model import overrides
 from oomproof._backends.common.precision import compiled, trained_in
 from oomproof._explain.api import explain

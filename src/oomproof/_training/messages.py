@@ -66,8 +66,9 @@ def one_sample_over_budget(
 
 def batch_cannot_be_cut(size: int) -> CannotFitError:
     return CannotFitError(
-        f"The batch cannot be cut: its tensors differ in their first dimension. Expected {size} everywhere. Give every "
-        "input, target and weight a batch dimension."
+        "The batch cannot be cut: its tensors do not all have the same number of samples in their first dimension, "
+        f"or the model takes batches of {size} alone. Expected {size} samples everywhere. Give every input, target and "
+        "weight a batch dimension, and give `keras.Input` a `shape` rather than a `batch_shape`."
     )
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import keras
+from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from oomproof._backends.common.draws import DrawTable, Rows
 
@@ -23,6 +24,13 @@ class PendingWrites(keras.StatelessScope):  # type: ignore[misc]
         super().__init__(collect_losses=True, initialize_variables=False)
         self.state_mapping.update(values)
         self.written: dict[int, Any] = {}
+
+    @classmethod
+    def within(cls, state: Sequence[tuple[Any, Any]]) -> PendingWrites:
+        """A scope inside of the current one, in which the given variables have the given values."""
+        outer = get_stateless_scope()
+        values = {} if outer is None else dict(outer.state_mapping)
+        return cls(values | {id(variable): value for variable, value in state})
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update

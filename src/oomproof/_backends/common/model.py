@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+from keras import tree
 from keras.src.backend.common import global_state
 from keras.src.models.model import Trainer
 
@@ -106,6 +107,18 @@ def own_modules(thing: Any) -> Iterator[str]:
 def has_own_code(model: Any) -> bool:
     """Whether anything but Keras's own layers decides what the model computes."""
     return any(not _is_kerass(type(layer)) or isinstance(layer, keras.layers.Lambda) for layer in layers(model))
+
+
+def has_own_state(model: Any) -> bool:
+    """Whether code that is not Keras's keeps a state, and may do something else later on."""
+    own = [layer for layer in layers(model) if not _is_kerass(type(layer))]
+    return any(layer._non_trainable_variables for layer in own)
+
+
+def has_fixed_batch(model: Any) -> bool:
+    """Whether the model takes batches of one size only, as recurrent layers do that keep their state."""
+    inputs = getattr(model, "inputs", None) or ()
+    return any(len(tensor.shape) and tensor.shape[0] is not None for tensor in tree.flatten(inputs))
 
 
 def may_add_losses(model: Any) -> bool:

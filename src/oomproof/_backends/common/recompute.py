@@ -19,7 +19,7 @@ from keras.src import backend as keras_backend
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
-from oomproof._backends.common.calls import Call, Graph
+from oomproof._backends.common.call_graph import Call, Graph
 from oomproof._backends.common.engine import Engine
 from oomproof._backends.common.model import layers
 from oomproof._backends.common.segments import all_graphs, resolved
@@ -53,8 +53,8 @@ def recomputing(model: Any, segments: Sequence[str], engine: Recomputing) -> con
 
     Args:
         model: A built model.
-        segments: Labels as in `common.calls`; for code that is no graph, the path or the name of a layer, all of whose
-            calls are meant.
+        segments: Labels as in `call_graph`; for code that is no graph, the path or the name of a layer, which means
+            all of its calls.
         engine: How the framework computes.
 
     Raises:

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from oomproof._backends.common.calls import Graph, graph_of, graphs
+from oomproof._backends.common.call_graph import Graph, graph_of, graphs
 
 
 def labels(model: Any) -> tuple[str, ...]:

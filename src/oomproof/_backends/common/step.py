@@ -13,17 +13,20 @@ from keras import ops, tree
 from keras.src import backend as keras_backend
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
-from oomproof._backends.common import losses
+from oomproof._backends.common import losses, statistics
 from oomproof._backends.common.draws import Draw, DrawTable, Rows, table_of
 from oomproof._backends.common.fingerprint import Fingerprint
 from oomproof._backends.common.model import (
     depends_on_data,
     draws_numbers,
     first_tensor,
+    has_fixed_batch,
+    has_own_state,
     layers,
     losses_stream,
     mixing_losses,
     statistics_caveat,
+    statistics_layers,
     unpack,
 )
 from oomproof._backends.common.phases import Phases
@@ -61,13 +64,15 @@ class ModelStep:
     def settle(self) -> None:
         """Put in place by the driver."""
 
-    def land(self, everything: bool) -> Sequence[Any]:
+    def wait_for_pending(self, everything: bool) -> Sequence[Any]:
         return ()  # Steps are done when they return, where a backend does not say otherwise.
 
     def __init__(self, model: Any, engine: Recomputing) -> None:
         self.model = model
         self.engine = engine
         self._examined = False
+        # Until a look at the data says otherwise.
+        self._uses_statistics = True
         self._added_losses: dict[bool, tuple[str, ...]] = {True: (), False: ()}
         self._nothing_to_count: set[bool] = set()
 
@@ -133,6 +138,8 @@ class ModelStep:
 
     def splittable(self, data: Any) -> bool:
         leaves = batch_leaves(data)
+        if has_fixed_batch(self.model):
+            return False
         return all(len(leaf.shape) for leaf in leaves) and len({int(self.engine.size_of(leaf)) for leaf in leaves}) == 1
 
     def loss(self, data: Any, pieces: int) -> float:
@@ -161,6 +168,7 @@ class ModelStep:
         few = self.engine.pick(data, spread(self.batch_size(data), _EXAMINED))
         for training in (True, False):
             self._added_losses[training] = tuple(self._kinds_of_losses(few, training))
+        self._uses_statistics = bool(statistics_layers(self.model)) and self._normalises(few)
         even = self.batch_size(few) // 2 * 2
         if even and not losses_stream(self.model):
             self._check_outputs(self.engine.take(few, 0, even), even)
@@ -170,12 +178,13 @@ class ModelStep:
     def learnt(self) -> dict[str, Any]:
         """All of it, as JSON, to be kept for the next run."""
         added = [list(self._added_losses[training]) for training in (True, False)]
-        return {"added": added, "draws": self.draws.to_json()}
+        return {"added": added, "draws": self.draws.to_json(), "uses_statistics": self._uses_statistics}
 
     @learnt.setter
     def learnt(self, known: dict[str, Any]) -> None:
         self._added_losses.update(zip((True, False), map(tuple, known["added"]), strict=True))
         self.draws = DrawTable.from_json(known["draws"])
+        self._uses_statistics = bool(known["uses_statistics"])
         self._examined = True
 
     @property
@@ -279,7 +288,13 @@ class ModelStep:
         return [int(self.engine.size_of(output)) if len(output.shape) else 0 for output in self._outputs_of(data)]
 
     def caveats(self) -> tuple[str, ...]:
-        return statistics_caveat(self.model)
+        return statistics_caveat(self.model) if self._uses_statistics else ()
+
+    def _normalises(self, few: Any) -> bool:
+        """Whether statistics of the batch are used: a model may call layers that have them as in inference."""
+        with statistics.recorded(statistics_layers(self.model)) as moments:
+            self._recorded_draws(few, True)
+        return bool(moments)
 
     # Proving it
 
@@ -300,7 +315,7 @@ class ModelStep:
         return (reason,) if odd else ()
 
     def look(self, data: Any, pieces: int, again: bool = False) -> Exactness | None:
-        if again and not self._added_losses[True]:
+        if again and not self._added_losses[True] and not has_own_state(self.model):
             return None
         size = self.batch_size(data)
         # Smaller ones with other borders: both halves of a piece may be alike. Single samples are beside pairs, whose

@@ -12,8 +12,8 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 
 
 @contextlib.contextmanager
-def fresh_parts(model: Any) -> Iterator[bool]:
-    """Fresh copies in the place of those parts of a compiled model that are not built. Yields whether there are any."""
+def copies_of_unbuilt(model: Any) -> Iterator[bool]:
+    """Copies in the place of those parts of a compiled model that are not built. Yields whether there are any."""
     attributes = vars(model)
     copies = {"optimizer": _optimizer, "_compile_loss": _loss, "_compile_metrics": _metrics}
     originals = {name: attributes.get(name) for name in copies}

@@ -18,7 +18,7 @@ import numpy as np
 from keras import tree
 
 from oomproof._backends.base import RunBatch, Traits
-from oomproof._backends.common.keras_calls import (
+from oomproof._backends.common.keras_functions import (
     FUNCTIONS,
     batch_size_of,
     pulled,

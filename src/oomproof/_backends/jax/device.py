@@ -64,8 +64,8 @@ class JaxMemory:
         stats = self._stats()
         self._limit = int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
         self._peak = 0
-        # Steps on their way hold memory that will be free again: what is in use is then what was before them.
-        self.in_flight = 0
+        # How many steps are pending. What they hold will be free again, so what is in use is then what was before them.
+        self.pending = 0
         self._settled = 0
 
     def _stats(self) -> dict[str, int] | None:
@@ -84,7 +84,7 @@ class JaxMemory:
         return MemoryUse(current, max(self._peak, current))
 
     def current(self) -> int:
-        if not self.in_flight:
+        if not self.pending:
             self._settled = self._in_use()
         return self._settled
 
@@ -105,11 +105,13 @@ class JaxMemory:
         gpu = self._device.platform in _GPUS
         return Room(self._limit, free) if gpu and self._limit is not None and free is not None else None
 
-    def is_short_of(self, needed: int, in_flight: int) -> bool:
-        """Whether a program cannot go through, even if all that is on its way were done. Cheap."""
+    def is_short_of(self, needed: int, pending_bytes: int) -> bool:
+        """Whether a program cannot go through, even if all pending steps were done. Cheap."""
         stats = self._stats()
         return (
-            stats is not None and self._limit is not None and stats["bytes_in_use"] - in_flight + needed > self._limit
+            stats is not None
+            and self._limit is not None
+            and stats["bytes_in_use"] - pending_bytes + needed > self._limit
         )
 
     def ran(self, needed: int, before: int) -> None:

@@ -46,9 +46,7 @@ class JaxEngine(RandomNumbers):
         return False  # Proofs run on the host.
 
     def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
-        outer = get_stateless_scope()
-        values = {} if outer is None else dict(outer.state_mapping)
-        return PendingWrites(values | {id(variable): value for variable, value in state})
+        return PendingWrites.within(state)
 
     def call(self, x: Any, training: bool) -> Any:
         """As Keras's stateless_call, which is what its own step uses: past `Layer.__call__` of the model itself."""

@@ -1,7 +1,7 @@
 """Steps that run while Python goes on.
 
 JAX hands back arrays before they are computed; that a step failed shows when somebody waits for them. A step whose
-program has gone through before is not waited for at once. Until it has landed, the values from before it and its batch
+program has gone through before is not waited for at once. While it is pending, the values from before it and its batch
 are kept, so that a step that fails late is undone and its batch run again: nothing is lost by having believed it.
 """
 
@@ -18,16 +18,16 @@ from keras import tree
 _PATIENCE = 600.0
 
 
-class Flight:
-    """One step on its way.
+class PendingStep:
+    """A step that was started and not waited for.
 
     Args:
         batch: (phase, data, spec), to run it again.
         before: (variable, value before the step) of all that it wrote.
         outcome: New values and logs, not computed yet perhaps.
         logs: The logs among them.
-        settle: Waits for all flights, and runs those again that failed.
-        needs: Bytes it takes on its way.
+        settle: Waits for all pending steps, and runs those again that failed.
+        needs: Bytes it takes while it runs.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Flight:
         self._thread = threading.get_ident()
         self._repeated = threading.Event()
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Waits, and raises what the step died of."""
         jax.block_until_ready(self._outcome)
         self._outcome, self.before = None, []
@@ -82,15 +82,15 @@ class Flight:
 class _LateLog:
     """A number that is waited for when it is looked at. If its step failed after all, it is that of the repetition."""
 
-    def __init__(self, flight: Flight, index: int) -> None:
-        self._flight = flight
+    def __init__(self, step: PendingStep, index: int) -> None:
+        self._step = step
         self._index = index
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        return np.array(self._flight.read(self._index), dtype=dtype)
+        return np.array(self._step.read(self._index), dtype=dtype)
 
     def __float__(self) -> float:
-        return float(self._flight.read(self._index))
+        return float(self._step.read(self._index))
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec)

@@ -2,7 +2,7 @@
 
 One compiled program computes a whole step, optimizer included, from values it only reads, as long as there is room for
 the new values beside the old. Errors arrive late on JAX, and arrays that were given away (donated) to a program that
-fails are gone; here the old values are kept until the new ones have arrived (flights.py).
+fails are gone; here the old values are kept until the new ones have arrived (pending_steps.py).
 
 Where there is no such room the step is lean: gradients first, which is waited for, then the optimizer with weights and
 slots given away, after a look at whether its program has the memory it is known to need.
@@ -30,7 +30,7 @@ from oomproof._backends.jax import host_batches
 from oomproof._backends.jax.compiled import EscapedTensorError, Program, signature
 from oomproof._backends.jax.device import JaxMemory
 from oomproof._backends.jax.engine import JaxEngine
-from oomproof._backends.jax.pending_steps import Flight
+from oomproof._backends.jax.pending_steps import PendingStep
 from oomproof._backends.jax.state import LiveState, live_state
 from oomproof._backends.pieces import piece_count
 from oomproof._records.run import Phase
@@ -53,7 +53,7 @@ class JaxStep(ModelStep):
         self._apart_from_host = jax.default_backend() != "cpu"
         self._eager = bool(model.run_eagerly) or not model.jit_compile
         self._programs: dict[Any, Any] = {}
-        self._flights: list[Flight] = []
+        self._pending: list[PendingStep] = []
 
     def _forget_programs(self) -> None:
         self._programs.clear()
@@ -93,44 +93,43 @@ class JaxStep(ModelStep):
 
     def _launch(self, phase: Phase, data: Any, pieces: int, spec: Any) -> Any:
         program = self._program(phase, data, pieces)
-        in_flight = sum(flight.needs for flight in self._flights)
-        if not (program.proven and program.roomy) or self._memory.is_short_of(program.needs(data), in_flight):
+        pending_bytes = sum(pending.needs for pending in self._pending)
+        if not (program.proven and program.roomy) or self._memory.is_short_of(program.needs(data), pending_bytes):
             self.settle()
             program.check_room(self._memory, self.budget, data)
         outcome = program(program.values(), data)
-        _, pending, logs = outcome
-        updates = list(zip(program.written, pending, strict=True))
+        _, values, logs = outcome
+        updates = list(zip(program.written, values, strict=True))
         if self._eager or not (program.proven and program.roomy):
             jax.block_until_ready(outcome)
             program.proven = True
             _assign(updates)
             return logs
         before = [(variable, variable._value) for variable in program.written]
-        flight = Flight((phase, data, spec), before, outcome, logs, self.settle, program.needs())
-        self._memory.in_flight += 1
-        self._flights.append(flight)
+        pending = PendingStep((phase, data, spec), before, outcome, logs, self.settle, program.needs())
+        self._memory.pending += 1
+        self._pending.append(pending)
         _assign(updates)
-        return flight.logs()
+        return pending.logs()
 
-    def land(self, everything: bool) -> list[Flight]:
-        """Waits for steps that are on their way, all of them or all but the newest.
+    def wait_for_pending(self, everything: bool) -> list[PendingStep]:
+        """Waits for pending steps, all of them or all but the newest.
 
         Returns:
             Steps that failed, after everything they wrote was put back. `failure` says what of.
         """
-        while len(self._flights) > (0 if everything else 1):
-            flight = self._flights[0]
+        while len(self._pending) > (0 if everything else 1):
             try:
-                flight.land()
+                self._pending[0].wait()
             except Exception as error:
                 self.failure = error
-                failed, self._flights = self._flights, []
-                self._memory.in_flight -= len(failed)
+                failed, self._pending = self._pending, []
+                self._memory.pending -= len(failed)
                 for later in reversed(failed):
                     _assign(later.before)
                 return failed
-            self._flights.pop(0)
-            self._memory.in_flight -= 1
+            self._pending.pop(0)
+            self._memory.pending -= 1
         return []
 
     def _train_in_place(self, data: Any, pieces: int) -> Any:
@@ -262,7 +261,8 @@ class JaxStep(ModelStep):
                     gradients, logs = phases.whole(data, training)
                 # A metric may return its variable: what counts is the value that is pending.
                 logs = tree.map_structure(lambda log: log.value if isinstance(log, keras.Variable) else log, logs)
-            pending = scope.pending()
+            # What else is written, such as a variable that a loss of the user's own keeps, Keras's own step forgets.
+            pending = [(variable, value) for variable, value in scope.pending() if id(variable) in known]
             program.written = [variable for variable, _ in pending]
             found = _placed([value for _, value in pending], program.written)
             if kind in ("train", "values") and gradients:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras import tree
 
 from oomproof._backends.base import RunBatch, Traits
-from oomproof._backends.common.keras_calls import batch_size_of, pulled, put_in_place, samples_in, taken_away
+from oomproof._backends.common.keras_functions import batch_size_of, pulled, put_in_place, samples_in, taken_away
 from oomproof._backends.common.model import check_has_no_own_step
 from oomproof._backends.common.recompute import recomputing
 from oomproof._backends.common.segments import labels

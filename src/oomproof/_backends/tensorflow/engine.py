@@ -34,6 +34,8 @@ class TensorFlowEngine(RandomNumbers):
         from_host: Whether batches are in the host's memory, and cut there.
         shared_rows: Positions of the weights whose sparse gradient has the same rows whatever the samples, such as that
             of positions that are looked up: pieces add to them. Rows of others are put one behind the other.
+        merged_rows: Positions of those whose sparse gradient has each row once, such as that of a kernel that sparse
+            inputs are multiplied with.
     """
 
     wide = "float64"
@@ -42,6 +44,7 @@ class TensorFlowEngine(RandomNumbers):
     recompute: tuple[str, ...] = ()
     from_host = False
     shared_rows: frozenset[int] = frozenset()
+    merged_rows: frozenset[int] = frozenset()
     take_rows = staticmethod(take)
     size_of = staticmethod(size_of)
     insist = staticmethod(insist)
@@ -154,7 +157,9 @@ class TensorFlowEngine(RandomNumbers):
         weights, values = self.model.trainable_weights, [tf.convert_to_tensor(v) for v in state]
         outcome = over_pieces(piece, batch_size, count, values, self.static, overwritten(weights))
         pieces = number_of_pieces(batch_size, count, self.static)
-        outcome.gradients = finished(outcome.gradients, [v._value for v in weights], pieces, self.shared_rows)
+        outcome.gradients = finished(
+            outcome.gradients, [v._value for v in weights], pieces, self.shared_rows, self.merged_rows
+        )
         return outcome
 
     def take(self, data: Any, start: Any, size: Any) -> Any:

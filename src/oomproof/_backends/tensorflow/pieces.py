@@ -71,7 +71,7 @@ def take(data: Any, start: Any, size: Any, from_host: bool = False) -> Any:
     return tree.map_structure(placed, data)
 
 
-def stand_ins(data: Any) -> Any:
+def placeholders(data: Any) -> Any:
     """Placeholders in the graph that is being traced, for tensors that are only looked at.
 
     A graph lives until the garbage is collected. So would what it captures, and a few rows are a view of all the batch.
@@ -160,7 +160,11 @@ def _accumulated(a: Any, b: Any, larger: bool) -> Any:
 
 
 def finished(
-    gradients: list[Any], variables: Sequence[Any], pieces: Any = 1, shared: Collection[int] = ()
+    gradients: list[Any],
+    variables: Sequence[Any],
+    pieces: Any = 1,
+    shared: Collection[int] = (),
+    merged: Collection[int] = (),
 ) -> list[Any]:
     """Gradients as a tape gives them: in the precision of their variables, sparse ones with the variable's shape.
 
@@ -169,6 +173,7 @@ def finished(
         variables: Their variables.
         pieces: Number of pieces.
         shared: Positions of sparse gradients whose rows the whole batch has once, and here each piece has.
+        merged: Positions of sparse gradients that have each row of their table once, however often it is used.
     """
 
     def finish(position: int, gradient: Any, variable: Any) -> Any:
@@ -179,6 +184,9 @@ def finished(
                 by_piece = tf.reshape(values, tf.concat([[tf.cast(pieces, tf.int32), rows], tf.shape(values)[1:]], 0))
                 values, indices = tf.reduce_sum(by_piece, axis=0), indices[:rows]
                 values.set_shape([None, *variable.shape[1:]])
+            elif position in merged:
+                indices, places = tf.unique(indices)
+                values = tf.math.unsorted_segment_sum(values, places, tf.size(indices))
             shape = tf.constant(tuple(variable.shape), indices.dtype)
             return tf.IndexedSlices(values, indices, dense_shape=shape)
         return gradient if gradient is None else tf.cast(gradient, variable.dtype)
@@ -202,6 +210,67 @@ def _widened(gradient: Any) -> Any:
     return gradient
 
 
+class _Accumulator:
+    """The outcomes of pieces as a loop in a graph keeps them: sums of what adds up, and lists of what has rows.
+
+    Args:
+        like: What a piece hands on.
+        largest: Positions of gradients that are not added up: the largest values count.
+    """
+
+    def __init__(self, like: Outcome, largest: Collection[int]) -> None:
+        self._like = like
+        self._dense = [index for index, g in enumerate(like.gradients) if isinstance(g, tf.Tensor)]
+        self._sparse = [index for index, g in enumerate(like.gradients) if isinstance(g, tf.IndexedSlices)]
+        self._larger = [False] * len(like.sums) + [index in largest for index in self._dense]
+
+    def begun(self, count: Any) -> tuple[list[Any], list[tf.TensorArray]]:
+        """Sums and lists before the first piece."""
+        sums = [
+            tf.fill(value.shape, value.dtype.min) if larger else tf.zeros(value.shape, value.dtype)
+            for larger, value in zip(self._larger, self._adding(self._like), strict=True)
+        ]
+        size = tf.cast(count, tf.int32)
+        # Each is written once and read once, so it can hold pieces of different sizes.
+        lists = [
+            tf.TensorArray(
+                value.dtype,
+                size,
+                infer_shape=False,
+                element_shape=value.shape if isinstance(count, int) else tf.TensorShape([None, *value.shape[1:]]),
+            )
+            for value in self._listed(self._like)
+        ]
+        return sums, lists
+
+    def with_piece(
+        self, outcome: Outcome, at: Any, sums: list[Any], lists: list[tf.TensorArray]
+    ) -> tuple[list[Any], list[tf.TensorArray]]:
+        """The same with one more piece, the one at this place."""
+        both = zip(self._larger, sums, self._adding(outcome), strict=True)
+        sums = [tf.maximum(total, value) if larger else total + value for larger, total, value in both]
+        return sums, [each.write(at, part) for each, part in zip(lists, self._listed(outcome), strict=True)]
+
+    def outcome(self, state: list[Any], sums: list[Any], lists: list[tf.TensorArray]) -> Outcome:
+        """What all pieces hand on."""
+        joined = [each.concat() for each in lists]
+        gradients: list[Any] = [None] * len(self._like.gradients)
+        first = len(self._like.sums)
+        for index, total in zip(self._dense, sums[first:], strict=True):
+            gradients[index] = total
+        for number, index in enumerate(self._sparse):
+            values, indices = joined[2 * number : 2 * number + 2]
+            gradients[index] = tf.IndexedSlices(values, indices)
+        return Outcome(state, sums[:first], gradients, joined[2 * len(self._sparse) :])
+
+    def _adding(self, outcome: Outcome) -> list[Any]:
+        return [*outcome.sums, *(_widened(outcome.gradients[index]) for index in self._dense)]
+
+    def _listed(self, outcome: Outcome) -> list[Any]:
+        slices = [outcome.gradients[index] for index in self._sparse]
+        return [*(part for s in slices for part in (s.values, s.indices)), *outcome.rows]
+
+
 def _in_graph(
     piece: Piece,
     count: Any,
@@ -209,29 +278,7 @@ def _in_graph(
     state: list[Any],
     largest: Collection[int],
 ) -> Outcome:
-    like = _traced_once(piece, bounds, state)
-    dense = [index for index, g in enumerate(like.gradients) if isinstance(g, tf.Tensor)]
-    larger = [False] * len(like.sums) + [index in largest for index in dense]
-    sparse = [index for index, g in enumerate(like.gradients) if isinstance(g, tf.IndexedSlices)]
-
-    def lists(tensors: list[Any]) -> list[tf.TensorArray]:
-        # Each is written once and read once, so it can hold pieces of different sizes.
-        shapes = [tf.TensorShape([None, *t.shape[1:]]) for t in tensors]
-        size = tf.cast(count, tf.int32)
-        return [
-            tf.TensorArray(
-                t.dtype, size, infer_shape=False, element_shape=shape if not isinstance(count, int) else t.shape
-            )
-            for t, shape in zip(tensors, shapes, strict=True)
-        ]
-
-    def adding(outcome: Outcome) -> list[Any]:
-        return [*outcome.sums, *(_widened(outcome.gradients[index]) for index in dense)]
-
-    def listed(outcome: Outcome) -> list[Any]:
-        slices = [outcome.gradients[index] for index in sparse]
-        return [*(part for s in slices for part in (s.values, s.indices)), *outcome.rows]
-
+    accumulator = _Accumulator(_traced_once(piece, bounds, state), largest)
     # Counted on the host, where it is asked whether to go on: the device would be waited for.
     counting = isinstance(count, tf.Tensor)
 
@@ -239,43 +286,24 @@ def _in_graph(
         with host(counting):
             return index < tf.cast(count, tf.int64)
 
-    def body(index: Any, state: list[Any], sums: list[Any], arrays: list[Any]) -> Any:
+    def body(index: Any, state: list[Any], sums: list[Any], lists: list[Any]) -> Any:
         with host(counting):
             start, size = bounds(index)
             at, after = tf.cast(index, tf.int32), index + 1
         outcome = piece(start, size, state)
-        both = zip(larger, sums, adding(outcome), strict=True)
-        sums = [tf.maximum(total, value) if kept else total + value for kept, total, value in both]
-        arrays = [array.write(at, part) for array, part in zip(arrays, listed(outcome), strict=True)]
-        return after, outcome.state, sums, arrays
+        return after, outcome.state, *accumulator.with_piece(outcome, at, sums, lists)
 
     with host(counting):
         zero = tf.constant(0, tf.int64)
-    start = (
-        zero,
-        state,
-        [
-            tf.fill(value.shape, value.dtype.min) if kept else tf.zeros(value.shape, value.dtype)
-            for kept, value in zip(larger, adding(like), strict=True)
-        ],
-        lists(listed(like)),
-    )
-    _, state, sums, arrays = tf.while_loop(
+    _, state, sums, lists = tf.while_loop(
         more,
         body,
-        start,
-        # More than one piece in flight would hold more than one piece's activations.
+        (zero, state, *accumulator.begun(count)),
+        # More than one piece at a time would hold more than one piece's activations.
         parallel_iterations=1,
         maximum_iterations=count if isinstance(count, int) else None,
     )
-    joined = [array.concat() for array in arrays]
-    gradients: list[Any] = [None] * len(like.gradients)
-    for index, total in zip(dense, sums[len(like.sums) :], strict=True):
-        gradients[index] = total
-    for number, index in enumerate(sparse):
-        values, indices = joined[2 * number : 2 * number + 2]
-        gradients[index] = tf.IndexedSlices(values, indices)
-    return Outcome(state, sums[: len(like.sums)], gradients, joined[2 * len(sparse) :])
+    return accumulator.outcome(state, sums, lists)
 
 
 def _traced_once(piece: Piece, bounds: Callable[[Any], tuple[Any, Any]], state: list[Any]) -> Outcome:

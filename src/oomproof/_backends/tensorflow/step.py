@@ -21,12 +21,17 @@ from oomproof._backends.common.proving import StepValues
 from oomproof._backends.common.step import ModelStep, batch_leaves
 from oomproof._backends.tensorflow.commit import commit_leanly
 from oomproof._backends.tensorflow.engine import TensorFlowEngine
-from oomproof._backends.tensorflow.pieces import on_host, stand_ins, take
+from oomproof._backends.tensorflow.pieces import on_host, placeholders, take
 from oomproof._backends.tensorflow.size_checks import refusing
+from oomproof._backends.tensorflow.sparse_rows import clips, how_rows_join, mixed_rows_caveat
 from oomproof._backends.tensorflow.untracked import caveats, unchanged, written_outside
 from oomproof._backends.tensorflow.writes import PendingWrites, apply_gradients, commit
+from oomproof._records.exactness import Exactness
 from oomproof._records.run import Phase
 from oomproof._records.units import tensor_bytes
+
+# So many samples are looked at to see which rows of a table they share.
+_LOOKED_UP = 5
 
 logger = logging.getLogger("oomproof")
 
@@ -58,6 +63,7 @@ class TensorFlowStep(ModelStep):
         self._pending: dict[bool, list[Any]] = {}
         self._only_in_graphs = False
         self._rows_known = False
+        self._mixed_rows: list[str] = []
         # Variables that are not Keras's and are written by the model; unknown before somebody asks.
         self._outside: list[Any] | None = None
         super().__init__(model, TensorFlowEngine(model, static=self._xla))
@@ -86,7 +92,13 @@ class TensorFlowStep(ModelStep):
             return super().evaluate(function, *arguments)
 
     def caveats(self) -> tuple[str, ...]:
-        return super().caveats() + caveats(self.model, self._outside or ())
+        mixed = mixed_rows_caveat(self._mixed_rows) if clips(self.model.optimizer) else ()
+        return super().caveats() + caveats(self.model, self._outside or ()) + mixed
+
+    def prove(self, data: Any, samples: int, cut: bool) -> Exactness:
+        if cut:
+            self._learn_rows(data)
+        return super().prove(data, samples, cut)
 
     # Running it
 
@@ -152,29 +164,40 @@ class TensorFlowStep(ModelStep):
         super()._examine(data)
 
     def _learn_rows(self, data: Any) -> None:
-        """Which sparse gradients have the same rows whatever the samples. Runs the loss as training does."""
-        if self._rows_known or not may_be_sparse(self.model) or self.batch_size(data) < 2:
+        """How the rows of sparse gradients go together from pieces. Runs the loss as training does."""
+        sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in batch_leaves(data))
+        if self._rows_known or not (sparse or may_be_sparse(self.model)) or self.batch_size(data) < 2:
             return
+        several = range(min(_LOOKED_UP, self.batch_size(data)))
         with unchanged(self._written_outside(data)):
-            one, two = (self._rows_of_gradients(self.engine.pick(data, range(count))) for count in (1, 2))
-        same = [a == b for a, b in zip(one, two, strict=True)]
-        self.engine.shared_rows = frozenset(i for i, rows in enumerate(one) if rows is not None and same[i])
+            looks = [self._rows_of_gradients(self.engine.pick(data, samples)) for samples in ([0], several, [0, 0])]
+        joins = [
+            None if one is None else how_rows_join(one, more, twice, sparse)
+            for one, more, twice in zip(*looks, strict=True)
+        ]
+        self.engine.shared_rows = frozenset(index for index, join in enumerate(joins) if join == "shared")
+        self.engine.merged_rows = frozenset(index for index, join in enumerate(joins) if join == "merged")
+        self._mixed_rows = [
+            v.path for v, join in zip(self.model.trainable_weights, joins, strict=False) if join == "mixed"
+        ]
         self._rows_known = True
 
-    def _rows_of_gradients(self, data: Any) -> list[int | None]:
-        """How many rows each sparse gradient of a batch has."""
+    def _rows_of_gradients(self, data: Any) -> list[Any]:
+        """Which rows each sparse gradient of a batch has; `None` for one that is dense."""
         with self.as_traced(), self.engine.scope():
             gradients, _ = self._phases().whole(data, True)
-        return [int(tf.shape(g.indices)[0]) if isinstance(g, tf.IndexedSlices) else None for g in gradients]
+        return [g.indices.numpy().tolist() if isinstance(g, tf.IndexedSlices) else None for g in gradients]
 
     @property
     def learnt(self) -> dict[str, Any]:
-        return {**super().learnt, "shared_rows": sorted(self.engine.shared_rows)}
+        rows = {"shared_rows": sorted(self.engine.shared_rows), "merged_rows": sorted(self.engine.merged_rows)}
+        return {**super().learnt, **rows}
 
     @learnt.setter
     def learnt(self, known: dict[str, Any]) -> None:
         ModelStep.learnt.fset(self, known)  # type: ignore[attr-defined]
         self.engine.shared_rows = frozenset(known["shared_rows"])
+        self.engine.merged_rows = frozenset(known["merged_rows"])
         self._rows_known = True
 
     def step_values(self, data: Any, pieces: int) -> StepValues:
@@ -328,7 +351,7 @@ class TensorFlowStep(ModelStep):
             self.engine.scope(),
             self.engine.recorded_draws() as found,
         ):
-            call(self.model, stand_ins(unpack(data)[0]), training)
+            call(self.model, placeholders(unpack(data)[0]), training)
         return found
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from oomproof._backends.common.model import call, layers
-from oomproof._backends.tensorflow.pieces import stand_ins
+from oomproof._backends.tensorflow.pieces import placeholders
 from oomproof._backends.tensorflow.writes import PendingWrites
 
 # These take hold of a variable and leave it as it is.
@@ -26,7 +26,7 @@ def written_outside(model: Any, x: Any) -> list[Any]:
     try:
         # What Keras variables are given stays in the scope, so every write in this graph is to another one.
         with graph.as_default(), PendingWrites(model.trainable_variables):
-            call(model, stand_ins(x), True)
+            call(model, placeholders(x), True)
     except Exception:
         # Code that only runs eagerly cannot be looked at this way: any that it could write may be written.
         return [variable.handle for _, variable in _kept_by_layers(model)]

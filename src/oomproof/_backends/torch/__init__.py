@@ -16,7 +16,7 @@ from keras import tree
 from keras.src.backend.torch import trainer as keras_trainer
 
 from oomproof._backends.base import RunBatch, Traits
-from oomproof._backends.common.keras_calls import (
+from oomproof._backends.common.keras_functions import (
     FUNCTIONS,
     batch_size_of,
     pulled,

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from keras import tree
-from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.torch.core import convert_to_tensor, get_device
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from oomproof._backends.common.calls import graph_of
+from oomproof._backends.common.call_graph import graph_of
 from oomproof._backends.common.drawing import RandomNumbers
 from oomproof._backends.common.draws import Rows
 from oomproof._backends.common.engine import Compute, Outcome, Piece
@@ -71,9 +70,7 @@ class TorchEngine(RandomNumbers):
         return tuple(dict.fromkeys([*super().other_numbers(), *unseen]))
 
     def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
-        outer = get_stateless_scope()
-        values = {} if outer is None else dict(outer.state_mapping)
-        return PendingWrites(values | {id(variable): value for variable, value in state})
+        return PendingWrites.within(state)
 
     def call(self, x: Any, training: bool) -> Any:
         segments = self.recompute if training else ()

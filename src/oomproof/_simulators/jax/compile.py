@@ -8,8 +8,14 @@ from typing import Any
 import jax
 
 from oomproof._records.trace import Compiled, Workload
-from oomproof._simulators.jax.abstract import abstract_step
-from oomproof._simulators.xla.absent_gpu import WITHOUT_TILES, WITHOUT_TILES_NOTE, absent_gpu, account, not_compiled
+from oomproof._simulators.jax.keras_step import keras_step
+from oomproof._simulators.xla.compile_only_gpu import (
+    WITHOUT_TILES,
+    WITHOUT_TILES_NOTE,
+    account,
+    compile_only_gpu,
+    not_compiled,
+)
 from oomproof.errors import BackendError
 
 
@@ -20,16 +26,16 @@ def compile_step(model: Any, workload: Workload, memory: int | None = None) -> C
         model: A compiled Keras model whose weights are there. It stays as it was.
         workload: The step. For `target.gpu` it is compiled for the GPU at hand if it is of that architecture, else for
             one that is not there; otherwise for the CPU.
-        memory: Bytes of the absent GPU.
+        memory: Bytes of the GPU that is not there.
 
     Raises:
-        BackendError: When the packages to compile for an absent GPU are missing, the architecture is unknown, or XLA
-            fails at it.
+        BackendError: When the packages to compile for a GPU that is not there are missing, the architecture is
+            unknown, or XLA fails at it.
     """
     device = _device(workload, memory)
     here = device in jax.devices()
     start = time.perf_counter()
-    with abstract_step(model, workload) as step:
+    with keras_step(model, workload) as step:
         sharding = jax.sharding.SingleDeviceSharding(device)
         state, data = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), (step.state, step.data)
@@ -72,4 +78,4 @@ def _device(workload: Workload, memory: int | None) -> Any:
     first = jax.devices()[0]
     if first.platform == "gpu" and str(getattr(first, "compute_capability", "")) == capability:
         return first
-    return absent_gpu(target, memory)
+    return compile_only_gpu(target, memory)

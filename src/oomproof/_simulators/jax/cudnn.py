@@ -26,7 +26,7 @@ _LSTM_FIXED = 8 << 20
 
 
 @contextlib.contextmanager
-def as_on(target: Target, notes: list[str]) -> Iterator[None]:
+def traced_for(target: Target, notes: list[str]) -> Iterator[None]:
     """Inside, Keras traces as it would on the target.
 
     Args:

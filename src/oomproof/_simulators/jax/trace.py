@@ -1,7 +1,6 @@
 """A Keras step on JAX as a list of allocations, from its jaxpr: nothing is compiled, nothing is run.
 
-The jaxpr is what XLA is given. What XLA makes of it is modelled in `backends/xla`: which arrays it keeps (fusion.py),
-what it adds (kernels.py), and in which order it computes them (schedule.py).
+The jaxpr is what XLA is given. What XLA makes of it is modelled in xla/.
 """
 
 from __future__ import annotations
@@ -11,14 +10,11 @@ from typing import Any
 
 import jax
 
-from oomproof._records.trace import Allocator, Stage, Trace, Workload
-from oomproof._simulators.jax.abstract import abstract_step, layer_paths
+from oomproof._records.trace import Stage, Trace, Workload
 from oomproof._simulators.jax.jaxpr import flattened
-from oomproof._simulators.xla.fusion import Fusion
-from oomproof._simulators.xla.notes import notes_on
+from oomproof._simulators.jax.keras_step import keras_step, layer_paths
 from oomproof._simulators.xla.program import Node, Program
-from oomproof._simulators.xla.schedule import in_order, planned
-from oomproof._simulators.xla.writer import Writer
+from oomproof._simulators.xla.trace import compiled_trace, op_by_op_trace
 
 _WRAPPED = re.compile(r"^\w+\((.*)\)$")
 
@@ -33,23 +29,15 @@ def trace(model: Any, workload: Workload) -> Trace:
     Returns:
         Its trace. State and batch are there before and after; what is written over the state takes no memory.
     """
-    with abstract_step(model, workload) as step:
+    with keras_step(model, workload) as step:
         # Not `step.function` itself: JAX remembers what it traced by function, and the model may have changed since.
         jaxpr = jax.make_jaxpr(lambda state, data: step.function(state, data))(step.state, step.data)
-        names = _Names(model)
+        places = _Places(model)
     program = flattened(jaxpr, workload.target.gpu, compiled=workload.jit)
-    allocator: Allocator = "xla"
-    if workload.jit:
-        settled = _settled(program, len(jax.tree.leaves(step.state)))
-        plan = planned(Fusion(program).kernels, settled)
-        notes = (*step.notes, *notes_on(program))
-    else:
-        # Op by op every result is an array of its own, in the allocator that JAX has on GPUs.
-        allocator = "bfc"
-        settled = set()
-        plan = in_order(Fusion(program, fuse=False).kernels)
-        notes = (*step.notes, "Run op by op, arrays that Python still refers to are not counted.")
-    return Writer(program, plan, settled, step.roles, names).trace(allocator, notes)
+    if not workload.jit:
+        return op_by_op_trace(program, step.roles, places, step.notes)
+    settled = _settled(program, len(jax.tree.leaves(step.state)))
+    return compiled_trace(program, settled, step.roles, places, step.notes)
 
 
 def _settled(program: Program, state: int) -> set[int]:
@@ -58,8 +46,8 @@ def _settled(program: Program, state: int) -> set[int]:
     return {id(value) for value in results if value is not None}
 
 
-class _Names:
-    """Which layer, and which part of the step, an operation belongs to, from JAX's name stack."""
+class _Places:
+    """The part of the step and the layer an operation belongs to, from JAX's name stack."""
 
     def __init__(self, model: Any) -> None:
         self._model = model.name

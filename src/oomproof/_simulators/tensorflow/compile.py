@@ -14,9 +14,9 @@ import time
 from typing import Any
 
 from oomproof._records.trace import Compiled, Workload
-from oomproof._simulators.tensorflow.lowering import lowered
-from oomproof._simulators.tensorflow.trace import trace_of
-from oomproof._simulators.xla.child import compiled_elsewhere, why_not_elsewhere
+from oomproof._simulators.tensorflow.stablehlo_step import stablehlo_step
+from oomproof._simulators.tensorflow.trace import compiled_step_trace
+from oomproof._simulators.xla.compile_process import compiled_in_process, why_not_in_process
 
 # Not an op of StableHLO, though TensorFlow writes it. A reshape to the same shape computes the same.
 _COPY = re.compile(r"mhlo\.copy (%\w+) : (tensor<[^>]*>)")
@@ -25,7 +25,7 @@ _TRUTHS = re.compile(r'dense<"0x([0-9A-Fa-f]*)"> : tensor<((?:\d+x)+)i1>')
 
 def why_not(workload: Workload) -> str | None:
     """`None` where the step can be compiled for its target, else what is missing, in words."""
-    return why_not_elsewhere(workload.target)
+    return why_not_in_process(workload.target)
 
 
 def compile_step(model: Any, workload: Workload, memory: int | None = None) -> Compiled:
@@ -42,11 +42,11 @@ def compile_step(model: Any, workload: Workload, memory: int | None = None) -> C
         UnsupportedModelError: When TensorFlow cannot lower the step.
     """
     start = time.perf_counter()
-    step = lowered(model, workload)
+    step = stablehlo_step(model, workload)
     text = _COPY.sub(r"stablehlo.reshape \1 : (\2) -> \2", step.text)
     text = _TRUTHS.sub(_a_byte_each, text)
-    found = compiled_elsewhere(text, workload.target, memory)
-    trace = trace_of(step, workload)
+    found = compiled_in_process(text, workload.target, memory)
+    trace = compiled_step_trace(step, workload)
     return dataclasses.replace(found, trace=trace, seconds=time.perf_counter() - start)
 
 

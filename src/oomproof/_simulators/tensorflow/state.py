@@ -15,8 +15,8 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from tensorflow.python.ops import resource_variable_ops
 
-from oomproof._backends.common.calls import graph_of
-from oomproof._backends.common.unbuilt import fresh_parts
+from oomproof._backends.common.call_graph import graph_of
+from oomproof._backends.common.unbuilt import copies_of_unbuilt
 from oomproof._records.run import Phase
 
 _SHARED_FROM = 2**14  # Elements of a variable; what is smaller is not worth it.
@@ -32,7 +32,7 @@ def traceable(model: Any, data: Any, phase: Phase, storage: bool = False) -> Ite
         phase: The step that is to be traced.
         storage: Give what is made here memory and values all the same, as little as will do.
     """
-    with fresh_parts(model), sharing_storage() if storage else without_storage():
+    with copies_of_unbuilt(model), sharing_storage() if storage else without_storage():
         if phase != "predict":
             with _outputs_from_graph(model):
                 model._symbolic_build(data_batch=data)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 from oomproof._records.trace import Buffer, Category, Op, Trace, Workload
+from oomproof._simulators.collector import collector_off
 from oomproof._simulators.tensorflow.executor import Executor
 from oomproof._simulators.tensorflow.graph import step_graph
-from oomproof._simulators.tensorflow.lowering import Lowered, lowered
 from oomproof._simulators.tensorflow.names import Owners, Scopes
+from oomproof._simulators.tensorflow.stablehlo_step import StableHLOStep, stablehlo_step
 from oomproof._simulators.tensorflow.values import Block
-from oomproof._simulators.xla.fusion import Fusion
-from oomproof._simulators.xla.notes import notes_on
-from oomproof._simulators.xla.schedule import planned
 from oomproof._simulators.xla.stablehlo import read
-from oomproof._simulators.xla.writer import Writer
+from oomproof._simulators.xla.trace import compiled_trace
 
 
 def trace(model: Any, workload: Workload) -> Trace:
@@ -28,8 +23,8 @@ def trace(model: Any, workload: Workload) -> Trace:
         workload: The step.
     """
     if workload.jit:
-        return trace_of(lowered(model, workload), workload)
-    with _no_garbage_collection():
+        return compiled_step_trace(stablehlo_step(model, workload), workload)
+    with collector_off():
         graph = step_graph(model, workload)
     execution = Executor(graph, workload.target.gpu).run()
     owners = Owners(graph, bool(workload.recompute))
@@ -38,26 +33,11 @@ def trace(model: Any, workload: Workload) -> Trace:
     return Trace("bfc" if workload.target.gpu else "bfc-growing", ops, buffers, tuple(execution.notes))
 
 
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Tracing makes hundreds of thousands of objects that stay, and the collector would go through them again and
-    again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def trace_of(step: Lowered, workload: Workload) -> Trace:
+def compiled_step_trace(step: StableHLOStep, workload: Workload) -> Trace:
     """What XLA would make of the program that TensorFlow gives it, modelled as for JAX."""
     program, settled = read(step.text, workload.target.gpu)
-    names = Scopes(step.scopes)
-    plan = planned(Fusion(program).kernels, settled)
-    writer = Writer(program, plan, settled, step.roles, lambda node: names.place(node.scope))
-    return writer.trace("xla", notes_on(program))
+    scopes = Scopes(step.scopes)
+    return compiled_trace(program, settled, step.roles, lambda node: scopes.place(node.scope))
 
 
 def _buffer(block: Block, owners: Owners, ops: int) -> Buffer:

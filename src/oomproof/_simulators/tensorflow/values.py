@@ -64,6 +64,8 @@ class Value:
     variable: str | None = None
 
 
+# What an op makes of its inputs: results, or `DEAD` in the branch that is not taken.
+Run = Callable[[Node, Sequence[Value]], Sequence[Any]]
 Shape = tuple[int, ...] | None
 
 # What arrives from the branch that was not taken.

@@ -10,6 +10,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+from oomproof._simulators.collector import collector_off
+
 # Objects that Keras leaves behind per op it calls: 6 to 8 in convolutional nets and transformers, with Keras 3.15.
 _OBJECTS_PER_OP = 7
 
@@ -17,14 +19,9 @@ _OBJECTS_PER_OP = 7
 @contextlib.contextmanager
 def collecting_by_hand() -> Iterator[None]:
     """Switches the collector off, from a clean start."""
-    on = gc.isenabled()
     gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         yield
-    finally:
-        if on:
-            gc.enable()
 
 
 class Garbage:

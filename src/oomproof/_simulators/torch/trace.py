@@ -21,10 +21,10 @@ from oomproof._backends.torch import expandable
 from oomproof._backends.torch.engine import TorchEngine
 from oomproof._backends.torch.tree_walks import without_cycles
 from oomproof._records.trace import Allocator, Buffer, Spec, Target, Trace, Workload
-from oomproof._simulators.torch.as_on_gpu import on_gpu, unseeded
+from oomproof._simulators.torch.fake_values import fake_values
 from oomproof._simulators.torch.garbage import collecting_by_hand
+from oomproof._simulators.torch.gpu_behaviour import on_gpu, unseeded
 from oomproof._simulators.torch.recording import Recorder
-from oomproof._simulators.torch.stand_ins import stand_ins
 from oomproof._simulators.torch.workspaces import Workspaces
 
 _COMPILED = (
@@ -47,7 +47,7 @@ def trace(model: Any, workload: Workload) -> Trace:
     _check(model, workload)
     workspaces = Workspaces(workload.target)
     recorder = Recorder(model, workspaces)
-    with FakeTensorMode(allow_non_fake_inputs=True), stand_ins(model) as snapshot, collecting_by_hand():
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_values(model) as snapshot, collecting_by_hand():
         data = tree.map_structure(_empty, _data(workload))
         for leaf in tree.flatten(data):
             if leaf is not None:

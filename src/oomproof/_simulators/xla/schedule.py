@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from oomproof._simulators.xla.kernels import Kernel
 
@@ -78,73 +78,93 @@ def _plan(kernels: list[Kernel], settled: set[int]) -> Plan:
     return Plan(kernels, spans, peak, known)
 
 
-def _graph(kernels: Sequence[Kernel]) -> tuple[dict[int, int], list[list[int]], list[int]]:
-    """Who makes a value; who waits for each kernel; for how many others each waits."""
-    makers = {id(value): index for index, kernel in enumerate(kernels) for value in kernel.makes}
-    waiting: list[list[int]] = [[] for _ in kernels]
-    counts = [0] * len(kernels)
-    for index, kernel in enumerate(kernels):
-        before = {makers[id(value)] for value in kernel.reads if id(value) in makers}
-        counts[index] = len(before)
-        for other in before:
-            waiting[other].append(index)
-    return makers, waiting, counts
+class _Waiting:
+    """Which kernels wait for the results of others, as they run one after the other.
+
+    Attributes:
+        ready: Kernels that wait for none.
+    """
+
+    def __init__(self, kernels: Sequence[Kernel]) -> None:
+        makers = {id(value): index for index, kernel in enumerate(kernels) for value in kernel.makes}
+        self._waiting: list[list[int]] = [[] for _ in kernels]
+        self._counts = [0] * len(kernels)
+        for index, kernel in enumerate(kernels):
+            before = {makers[id(value)] for value in kernel.reads if id(value) in makers}
+            self._counts[index] = len(before)
+            for other in before:
+                self._waiting[other].append(index)
+        self.ready = [index for index, count in enumerate(self._counts) if count == 0]
+
+    def ran(self, index: int) -> Iterator[int]:
+        """The kernels that waited for this one alone."""
+        for other in self._waiting[index]:
+            self._counts[other] -= 1
+            if self._counts[other] == 0:
+                yield other
+
+
+class _Unread:
+    """Who is still to read each result, as kernels run one after the other."""
+
+    def __init__(self, kernels: Sequence[Kernel]) -> None:
+        self._readers: dict[int, list[int]] = {id(value): [] for kernel in kernels for value in kernel.makes}
+        for index, kernel in enumerate(kernels):
+            for value in kernel.reads:
+                if id(value) in self._readers:
+                    self._readers[id(value)].append(index)
+        self._uses = {key: len(readers) for key, readers in self._readers.items()}
+
+    def freed_by(self, kernel: Kernel) -> int:
+        """Bytes that nobody needs once the kernel has run."""
+        return sum(value.size for value in kernel.reads if self._uses.get(id(value)) == 1 and not value.returned)
+
+    def ran(self, kernel: Kernel) -> Iterator[int]:
+        """The readers of results of which one reader is left."""
+        for value in kernel.reads:
+            if id(value) in self._uses:
+                self._uses[id(value)] -= 1
+                if self._uses[id(value)] == 1:
+                    yield from self._readers[id(value)]
 
 
 def _eager(kernels: Sequence[Kernel], settled: set[int]) -> list[Kernel]:
     """The program's order, except that what writes the state and nothing else runs as soon as it can."""
-    _, waiting, counts = _graph(kernels)
+    waiting = _Waiting(kernels)
     final = [all(id(value) in settled for value in kernel.makes) for kernel in kernels]
-    ready = [(not final[i], i) for i, count in enumerate(counts) if count == 0]
+    ready = [(not final[index], index) for index in waiting.ready]
     heapq.heapify(ready)
     order = []
     while ready:
         _, index = heapq.heappop(ready)
         order.append(kernels[index])
-        for other in waiting[index]:
-            counts[other] -= 1
-            if counts[other] == 0:
-                heapq.heappush(ready, (not final[other], other))
+        for other in waiting.ran(index):
+            heapq.heappush(ready, (not final[other], other))
     return order
 
 
 def _listed(kernels: Sequence[Kernel], settled: set[int]) -> list[Kernel]:
     """Always next what frees most, or takes least."""
-    makers, waiting, counts = _graph(kernels)
-    uses: dict[int, int] = {}
-    readers: dict[int, list[int]] = {}
-    for index, kernel in enumerate(kernels):
-        for value in kernel.reads:
-            if id(value) in makers:
-                uses[id(value)] = uses.get(id(value), 0) + 1
-                readers.setdefault(id(value), []).append(index)
+    waiting, unread = _Waiting(kernels), _Unread(kernels)
 
-    def gain(index: int) -> int:
+    def growth(index: int) -> int:
         kernel = kernels[index]
-        freed = sum(v.size for v in kernel.reads if uses.get(id(v)) == 1 and not v.returned)
-        return freed - sum(v.size for v in kernel.makes if id(v) not in settled)
+        return sum(value.size for value in kernel.makes if id(value) not in settled) - unread.freed_by(kernel)
 
-    ready = [(-gain(i), i) for i, count in enumerate(counts) if count == 0]
+    # The growth of each that is ready. Of what it was before, entries are left in the heap.
+    current = {index: growth(index) for index in waiting.ready}
+    ready = [(most, index) for index, most in current.items()]
     heapq.heapify(ready)
-    current = {i: priority for priority, i in ready}
     order: list[Kernel] = []
     while ready:
-        priority, index = heapq.heappop(ready)
-        if current.get(index) != priority:
+        growing, index = heapq.heappop(ready)
+        if current.get(index) != growing:
             continue
         del current[index]
         order.append(kernels[index])
-        touched = set()
-        for other in waiting[index]:
-            counts[other] -= 1
-            if counts[other] == 0:
-                touched.add(other)
-        for value in kernels[index].reads:
-            if id(value) in uses:
-                uses[id(value)] -= 1
-                if uses[id(value)] == 1:
-                    touched.update(i for i in readers[id(value)] if i in current)
-        for other in touched:
-            current[other] = -gain(other)
+        changed = set(waiting.ran(index))
+        changed.update(reader for reader in unread.ran(kernels[index]) if reader in current)
+        for other in changed:
+            current[other] = growth(other)
             heapq.heappush(ready, (current[other], other))
     return order

@@ -19,6 +19,10 @@ class Role:
     layer: str
 
 
+# The part of the step and the path of the layer an operation belongs to.
+Places = Callable[[Node], tuple[Stage, str]]
+
+
 class Writer:
     """Turns a plan into ops and buffers.
 
@@ -27,7 +31,7 @@ class Writer:
         plan: When.
         settled: Results, by `id`, that are written over the state.
         roles: What each input of the program is.
-        names: The part of the step and the layer an operation belongs to.
+        places: Where each operation belongs.
     """
 
     def __init__(
@@ -36,7 +40,7 @@ class Writer:
         plan: Plan,
         settled: set[int],
         roles: Sequence[Role],
-        names: Callable[[Node], tuple[Stage, str]],
+        places: Places,
     ) -> None:
         self._program = program
         self._plan = plan
@@ -48,7 +52,7 @@ class Writer:
         for value in program.inputs:
             self._layers[id(value)] = self._role(value).layer
         for kernel in plan.kernels:
-            self._op(kernel, *names(kernel.node))
+            self._op(kernel, *places(kernel.node))
 
     def trace(self, allocator: Allocator, notes: tuple[str, ...]) -> Trace:
         count = len(self._ops)

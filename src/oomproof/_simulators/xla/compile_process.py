@@ -1,4 +1,4 @@
-"""XLA asked in a process of its own: `python -m oomproof._simulators.xla.child`.
+"""XLA asked in a process of its own: `python -m oomproof._simulators.xla.compile_process`.
 
 TensorFlow and the compiler for GPUs are each over half a gigabyte, most of it never given back. A process that has
 never heard of TensorFlow compiles within what TensorFlow alone takes, and what it took is gone when it ends.
@@ -25,7 +25,7 @@ from oomproof.errors import BackendError
 NEEDED = "compiling needs JAX and its CUDA compiler: pip install 'oomproof[gpu-compile]'"
 
 
-def compiled_elsewhere(text: str, target: Target, memory: int | None) -> Compiled:
+def compiled_in_process(text: str, target: Target, memory: int | None) -> Compiled:
     """What XLA plans for a program on a GPU that need not be there.
 
     Args:
@@ -41,7 +41,7 @@ def compiled_elsewhere(text: str, target: Target, memory: int | None) -> Compile
 
 
 @functools.cache
-def why_not_elsewhere(target: Target) -> str | None:
+def why_not_in_process(target: Target) -> str | None:
     """`None` where programs can be compiled for such a GPU, else what is missing, in words."""
     if importlib.util.find_spec("jax") is None:
         return NEEDED
@@ -79,16 +79,16 @@ def _answer(capability: list[int], memory: int | None, text: str) -> dict[str, A
     from jax._src.interpreters import mlir
     from jaxlib.mlir import ir
 
-    from oomproof._simulators.xla.absent_gpu import (
+    from oomproof._simulators.xla.compile_only_gpu import (
         WITHOUT_TILES,
         WITHOUT_TILES_NOTE,
-        absent_gpu,
         account,
+        compile_only_gpu,
         not_compiled,
     )
 
     start = time.perf_counter()
-    device = absent_gpu(Target(True, (capability[0], capability[1])), memory)
+    device = compile_only_gpu(Target(True, (capability[0], capability[1])), memory)
     if not text:
         return {}
     with mlir.make_ir_context():

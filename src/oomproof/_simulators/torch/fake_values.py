@@ -79,7 +79,7 @@ def _has_state(thing: Any) -> bool:
 
 
 @contextlib.contextmanager
-def stand_ins(model: Any) -> Iterator[Snapshot]:
+def fake_values(model: Any) -> Iterator[Snapshot]:
     """Puts fake tensors in the place of all values of a model. To be entered within a fake tensor mode."""
     snapshot = Snapshot(model)
     try:

@@ -39,7 +39,7 @@ def on_gpu(target: Target, recorder: Recorder) -> Iterator[None]:
         _replaced("rnn", "_is_cuda_cudnn_available", lambda: True),
         _replaced("nn", "_can_use_flash_attention", flash),
         _unchecked_recomputation(),
-        _AsOnGpu(target, recorder),
+        _OnGpu(target, recorder),
     ):
         yield
 
@@ -82,7 +82,7 @@ def _replaced(module: str, name: str, function: Callable[..., Any]) -> Iterator[
         place[name] = original
 
 
-class _AsOnGpu(TorchFunctionMode):  # type: ignore[misc]
+class _OnGpu(TorchFunctionMode):  # type: ignore[misc]
     """Sees calls before torch looks at devices.
 
     Outside of them, that is in code of Keras's and the user's, tensors say that they are on the GPU; inside, where

@@ -12,15 +12,15 @@ import keras
 from keras.src.backend.common import global_state
 
 from oomproof._backends.common.recompute import recomputing
-from oomproof._backends.common.unbuilt import fresh_parts
+from oomproof._backends.common.unbuilt import copies_of_unbuilt
 from oomproof._backends.jax.engine import JaxEngine
 from oomproof._records.trace import Category, Spec, Workload
-from oomproof._simulators.jax.cudnn import as_on
+from oomproof._simulators.jax.cudnn import traced_for
 from oomproof._simulators.xla.writer import Role
 
 
 @dataclasses.dataclass(frozen=True)
-class AbstractStep:
+class KerasStep:
     """A function of state and batch, as Keras compiles it, and shapes in the place of both.
 
     Attributes:
@@ -39,7 +39,7 @@ class AbstractStep:
 
 
 @contextlib.contextmanager
-def abstract_step(model: Any, workload: Workload) -> Iterator[AbstractStep]:
+def keras_step(model: Any, workload: Workload) -> Iterator[KerasStep]:
     """The step of a workload. It can be traced inside the context, in which the model has stand-ins for what it lacks.
 
     A model that was compiled but never trained has no optimizer slots and no built metrics yet. Copies of optimizer,
@@ -54,7 +54,7 @@ def abstract_step(model: Any, workload: Workload) -> Iterator[AbstractStep]:
         )
     data = _batch(workload)
     notes: list[str] = []
-    with fresh_parts(model) as replaced, _uncalled(model), as_on(workload.target, notes):
+    with copies_of_unbuilt(model) as replaced, _uncalled(model), traced_for(workload.target, notes):
         if replaced and workload.phase != "predict":
             with _variables_without_values():
                 model._symbolic_build(data_batch=data)
@@ -63,7 +63,7 @@ def abstract_step(model: Any, workload: Workload) -> Iterator[AbstractStep]:
         inputs = [Role("input", "")] * len(jax.tree.leaves(data))
         roles = (*_roles(model, variables), *inputs)
         with recomputing(model, workload.recompute, JaxEngine(model)):
-            yield AbstractStep(_function(model, workload.phase), state, data, roles, notes)
+            yield KerasStep(_function(model, workload.phase), state, data, roles, notes)
 
 
 def _batch(workload: Workload) -> Any:

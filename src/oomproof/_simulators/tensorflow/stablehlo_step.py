@@ -31,7 +31,7 @@ _SLOW_TEXT, _QUICK_TEXT = "stablehlo.sqrt ", "stablehlo.tan "
 
 
 @dataclasses.dataclass(frozen=True)
-class Lowered:
+class StableHLOStep:
     """A step as StableHLO.
 
     Attributes:
@@ -45,7 +45,7 @@ class Lowered:
     scopes: dict[str, str]
 
 
-def lowered(model: Any, workload: Workload) -> Lowered:
+def stablehlo_step(model: Any, workload: Workload) -> StableHLOStep:
     """The step Keras would run, compiled as far as it can be without a device.
 
     Args:
@@ -85,7 +85,7 @@ def lowered(model: Any, workload: Workload) -> Lowered:
     for number in range(len(captured)):
         variable = known.get(str(number))
         roles.append(Role("temporary", "") if variable is None else Role(variable.category, variable.layer))
-    return Lowered(text, tuple(roles), scopes)
+    return StableHLOStep(text, tuple(roles), scopes)
 
 
 def _text(program: Any, specs: Sequence[Any], scopes: dict[str, str]) -> str:

@@ -1,7 +1,7 @@
-"""A GPU that is not there, and what XLA plans for it.
+"""A GPU that can only be compiled for, since it need not be there, and what XLA plans for it.
 
-JAX's CUDA plugin hands out devices that can only be compiled for, and does so beside a CPU backend that is in use
-already, so this needs no process of its own. The optional packages hold the compiler; cuDNN and cuBLAS are not needed.
+JAX's CUDA plugin hands out such devices, and does so beside a CPU backend that is in use already, so this needs no
+process of its own. The optional packages hold the compiler; cuDNN and cuBLAS are not needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WITHOUT_TILES = {"xla_gpu_enable_triton_gemm": False}
 WITHOUT_TILES_NOTE = "Matrix products are compiled as calls of cuBLAS."
 
 
-def absent_gpu(target: Target, memory: int | None = None) -> Any:
+def compile_only_gpu(target: Target, memory: int | None = None) -> Any:
     """A device to compile for.
 
     Args:

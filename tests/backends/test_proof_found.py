@@ -1,0 +1,155 @@
+"""What an attack on the word "exact" found: each was said to be exact and was not, or the other way round."""
+
+import keras
+import numpy as np
+import pytest
+from here import only
+from keras import layers, ops
+from models import BATCH, STEPS, WORDS, classes, classifier, made, numbers, words
+
+import oomproof
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("OOMPROOF_CACHE_DIR", str(tmp_path))
+
+
+def plain_and_guarded(build, data, size, epochs=1, **options):
+    """(plain model, its history, guarded model, its history)."""
+    plain, guarded = made(build), oomproof.guard(made(build), **{"micro_batch_size": 3, **options})
+    found = []
+    for model in (plain, guarded):
+        found += [model, model.fit(*data, batch_size=size, epochs=epochs, shuffle=False, verbose=0)]
+    return found
+
+
+def weights_agree(one, other):
+    return all(
+        np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(one.get_weights(), other.get_weights(), strict=True)
+    )
+
+
+@only("tensorflow", because="sparse gradients")
+@pytest.mark.parametrize("clipping", [{"clipnorm": 5.0}, {"global_clipnorm": 5.0}, {"clipvalue": 2.0}, {}])
+def test_a_kernel_for_sparse_inputs_has_each_row_once(float64, clipping):
+    import tensorflow as tf
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(24, 6)) * (rng.random((24, 6)) > 0.3)
+    # Clipping begins after the batch that the proof sees.
+    y = rng.normal(size=(24, 1)) * np.where(np.arange(24) < 8, 0.01, 50.0)[:, None]
+    data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(x), y)).batch(8)
+
+    def build():
+        model = keras.Sequential([keras.Input((6,), sparse=True), layers.Dense(4), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01, **clipping), "mse")
+        return model
+
+    plain, _, guarded, history = plain_and_guarded(build, (data,), None, allow="exact")
+    assert history.run.exactness.word == "exact"
+    assert weights_agree(plain, guarded)
+
+
+class TokensAndPlaces(layers.Layer):
+    """One table for tokens, which belong to samples, and for places, which all samples share."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = layers.Embedding(WORDS, 4)
+
+    def call(self, x):
+        return self.table(x) + self.table(ops.arange(STEPS))
+
+
+@only("tensorflow", because="sparse gradients")
+@pytest.mark.parametrize(("clipping", "word"), [({"global_clipnorm": 1e6}, "not exact"), ({}, "exact")])
+def test_rows_of_both_kinds_in_one_gradient_are_named_where_clipping_sees_them(clipping, word):
+    def build():
+        model = keras.Sequential([keras.Input((STEPS,), dtype="int32"), TokensAndPlaces(), layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.01, **clipping), loss)
+        return model
+
+    y = np.zeros((BATCH, STEPS), "int32")
+    _, _, _, history = plain_and_guarded(build, (words(BATCH), y), BATCH)
+    assert history.run.exactness.word == word
+    assert ("rows that samples share" in str(history.run.exactness)) == (word != "exact")
+
+
+class Counting(keras.losses.Loss):
+    """Keeps a variable that no model knows of."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = keras.Variable(1.0, trainable=False)
+
+    def call(self, y_true, y_pred):
+        self.count.assign(self.count * 1.1)
+        return ops.mean(ops.square(ops.cast(y_true, y_pred.dtype) - y_pred), axis=-1) * self.count
+
+
+@only("jax", because="variables that Keras hands to no step")
+@pytest.mark.parametrize("micro", ["auto", 3])
+def test_what_keras_forgets_is_forgotten(micro):
+    def build():
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(1)])
+        model.compile("sgd", Counting())
+        return model
+
+    rng = np.random.default_rng(0)
+    data = rng.normal(size=(20, 5)).astype("float32"), rng.normal(size=(20, 1)).astype("float32")
+    # The last batch is a short one: another program, made later.
+    plain, one, guarded, other = plain_and_guarded(build, data, 8, epochs=2, micro_batch_size=micro)
+    np.testing.assert_allclose(one.history["loss"], other.history["loss"], rtol=1e-5)
+    assert float(guarded.loss.count.value) == float(plain.loss.count.value) == 1.0
+
+
+class FineTuned(keras.Model):
+    """A trainable base that is called as in inference, as when a model is fine-tuned."""
+
+    def __init__(self, training):
+        super().__init__()
+        self.base = keras.Sequential([layers.Dense(4), layers.BatchNormalization()])
+        self.head, self.in_training = layers.Dense(3, "softmax"), training
+
+    def call(self, x):
+        return self.head(self.base(x, training=self.in_training))
+
+
+@pytest.mark.parametrize(("training", "word"), [(False, "exact"), (True, "not exact")])
+def test_statistics_count_where_they_are_used(training, word):
+    def build():
+        model = FineTuned(training)
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        return model
+
+    _, _, _, history = plain_and_guarded(build, (numbers(BATCH), classes(BATCH)), BATCH)
+    assert history.run.exactness.word == word
+
+
+class MixingLater(layers.Layer):
+    """Begins to mix samples when it has been called a few times."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign(1.0 - 0.9 * (1.0 - self.calls))
+        return x - ops.cast(self.calls > 0.15, x.dtype) * ops.mean(x, axis=0, keepdims=True)
+
+
+def test_code_with_a_state_is_looked_at_again():
+    data = numbers(6 * BATCH), classes(6 * BATCH)
+    with pytest.warns(oomproof.InexactWarning, match="pieces give another"):
+        _, _, _, history = plain_and_guarded(lambda: classifier(MixingLater()), data, BATCH, micro_batch_size=5)
+    assert history.run.exactness.word == "not exact"
+
+
+def test_a_model_for_batches_of_one_size_is_refused():
+    model = keras.Sequential([keras.Input(batch_shape=(8, STEPS, 2)), layers.LSTM(3, stateful=True), layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    oomproof.guard(model, micro_batch_size=3)
+    with pytest.raises(oomproof.CannotFitError, match="batches of 8 alone"):
+        model.fit(np.zeros((8, STEPS, 2), "float32"), np.zeros((8, 1), "float32"), batch_size=8, verbose=0)
