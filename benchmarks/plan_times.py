@@ -311,10 +311,11 @@ class Bench:
     def levels(self) -> list[tuple[str, tuple[str, ...]]]:
         """Names and labels of the sets to recompute, with those that keep more first."""
         from oomproof import _backends as backends
-        from oomproof._estimation.api import is_compiled
+        from oomproof._estimation.modes import is_compiled
         from oomproof._estimation.workloads import describe
         from oomproof._planning import remat
-        from oomproof._planning.planner import Planner, allowed
+        from oomproof._planning.levers import allowed
+        from oomproof._planning.planner import Planner
         from oomproof._records.trace import Target
 
         model, backend = self.fresh().model, backends.current()

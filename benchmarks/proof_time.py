@@ -53,7 +53,7 @@ def measured() -> dict[str, Any]:
     from oomproof._backends.common.segments import labels
     from oomproof._training.proof_cache import ProofCache
     from oomproof._training.proving import Proving
-    from oomproof._training.sizing import Settings
+    from oomproof._training.settings import Settings
 
     found: dict[str, Any] = {}
     for name, build, cut in (("ResNet50, recomputed", resnet50, False), ("transformer, cut", transformer, True)):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from oomproof import data
     from oomproof._estimation.api import estimate, max_batch_size
     from oomproof._explain.api import explain
-    from oomproof._planning.planner import plan
+    from oomproof._planning.api import plan
     from oomproof._records.diagnosis import Checkup, Diagnosis, Evidence, Finding
     from oomproof._records.estimate import Estimate
     from oomproof._records.exactness import Exactness
@@ -85,7 +85,7 @@ _ROOMS = {
     "guard": "oomproof._training.guard",
     "unguard": "oomproof._training.guard",
     "gradients": "oomproof._training.gradients",
-    "plan": "oomproof._planning.planner",
+    "plan": "oomproof._planning.api",
     "verify": "oomproof._training.verify",
 }
 

@@ -15,8 +15,8 @@ from keras.src.models.model import Trainer
 from keras.src.trainers.trainer import Trainer as BaseTrainer
 
 import oomproof
-from oomproof._backends.pieces import piece_count
-from oomproof._training.driver import Driver
+from oomproof._backends.pieces import piece_count, power_of_two
+from oomproof._training.training import Training
 
 if keras.backend.backend() == "jax":
     import jax
@@ -107,19 +107,19 @@ def _guard(model):
 
 
 def _cut_every_batch():
-    own = Driver._pieces
+    own = Training.pieces
 
-    def pieces(driver, batch):
-        count = own(driver, batch)
-        if driver.step.splittable(batch.data):
+    def pieces(training, batch):
+        count = own(training, batch)
+        if training.step.splittable(batch.data):
             # Batches of two are cut, too.
             forced = piece_count(batch.size, min(_LARGEST_PIECE, max(1, batch.size // 2)))
             count = max(count, min(forced, _MOST_PIECES))
-        if driver.step.equal_pieces_only() and count > 1:
-            count = 1 << (count - 1).bit_length()
+        if training.step.equal_pieces_only() and count > 1:
+            count = power_of_two(count)
         count = min(count, max(batch.size, 1))
         if count > 1:
             _outcomes[_running]["cut"] = True
         return count
 
-    Driver._pieces = pieces
+    Training.pieces = pieces

@@ -11,7 +11,7 @@ from here import USUAL, set_mode
 from keras import layers, ops
 
 import oomproof
-from oomproof._training.sizing import Sizing
+from oomproof._training.training import Measured
 
 BATCH = 12
 # Two full batches and a short one.
@@ -66,15 +66,17 @@ def train(build, *data, guard=None, mode="graph", **fit):
 
 def force_pieces(model, size):
     """Makes a guarded model run every phase in pieces of at most `size`; Keras offers no argument for that."""
-    model._oomproof_guard._ready()._micro = lambda phase, unit: size
+    model._oomproof_guard._ready().training.current.micro_batch_size = lambda phase, unit: size
 
 
 def forget_failures(model):
     """Makes a guarded model start from what it was told, as if nothing had failed. Its programs are kept."""
-    driver = model._oomproof_guard._driver
-    driver._lean = False
-    for phase in driver._sizing:
-        driver._sizing[phase] = Sizing()
+    training = model._oomproof_guard._driver.training
+    training.current.lean = False
+    training.current.volumes.clear()
+    training.current.may_grow.clear()
+    for phase in training.measured:
+        training.measured[phase] = Measured()
 
 
 def check_same(expected, received, tolerance=TOLERANCE):

@@ -152,7 +152,7 @@ def test_not_a_model(thing):
 def test_a_budget_on_a_device_that_cannot_be_measured(unmeasurable):
     model = make_model()
     before = model.get_weights()
-    with pytest.raises(oomproof.BackendError, match="cannot be held on CPU:0"):
+    with pytest.raises(oomproof.BackendError, match="cannot be kept on CPU:0"):
         oomproof.fit(model, X, Y, budget="1GiB", verbose=0)
     assert_untouched(model, before)
 

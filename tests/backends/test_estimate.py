@@ -16,8 +16,9 @@ from keras import layers
 import oomproof
 from oomproof import _simulators as simulators
 from oomproof._cli import main as cli
-from oomproof._estimation import api as estimator
+from oomproof._estimation import estimating
 from oomproof._estimation.bands import band_of
+from oomproof._estimation.cards import limit_of
 from oomproof._estimation.engines.base import Answer
 from oomproof._estimation.workloads import describe
 from oomproof._machine import gpus
@@ -455,7 +456,9 @@ def test_a_step_that_went_through_fits_however_little_it_left(monkeypatch, known
         room = limit - 2 * MIB
         return Answer(trace, peak=room, **known)
 
-    monkeypatch.setattr(estimator, "engine_for", lambda name, question: ("probe", types.SimpleNamespace(answer=answer)))
+    monkeypatch.setattr(
+        estimating, "engine_for", lambda name, question: ("probe", types.SimpleNamespace(answer=answer))
+    )
     found = oomproof.estimate(conv_net(), 8, engine="probe", **card)
     assert found.expected < limit
     assert found.fits == fits
@@ -472,7 +475,9 @@ def test_the_largest_batch_is_found_in_few_looks_where_all_that_fits_ends_at_the
         trace = simulators.trace(question.backend, question.model, question.workload)
         return Answer(trace, peak=100 * MIB + 11 * MIB * looked[-1], **known)
 
-    monkeypatch.setattr(estimator, "engine_for", lambda name, question: ("probe", types.SimpleNamespace(answer=answer)))
+    monkeypatch.setattr(
+        estimating, "engine_for", lambda name, question: ("probe", types.SimpleNamespace(answer=answer))
+    )
     model = wide_net("sgd")
     found = oomproof.max_batch_size(model, engine="probe")
     limit = oomproof.estimate(model, 1, engine="probe").limit
@@ -486,7 +491,7 @@ def test_the_card_at_hand_may_have_less_than_others_of_its_kind():
 
     def limit(at_hand, here=True):
         memory = types.SimpleNamespace(describe=lambda: Device("GPU:0", at_hand, True))
-        return estimator._limit(card, types.SimpleNamespace(name=BACKEND, memory=lambda: memory), here=here)
+        return limit_of(card, types.SimpleNamespace(name=BACKEND, memory=lambda: memory), here=here)
 
     assert limit(usable // 2) == usable // 2
     assert limit(2 * usable) == usable

@@ -59,7 +59,7 @@ def test_float8_layers_with_an_update_in_place():
     expected = made(float8)
     expected.train_on_batch(numbers(BATCH), numbers(BATCH, 2, seed=1))
     model = oomproof.guard(made(float8), micro_batch_size=4)
-    model._oomproof_guard._ready()._lean = True
+    model._oomproof_guard._ready().training.current.lean = True
     model.train_on_batch(numbers(BATCH), numbers(BATCH, 2, seed=1))
     for a, b in zip(expected.variables, model.variables, strict=True):
         np.testing.assert_allclose(ops.convert_to_numpy(b), ops.convert_to_numpy(a), atol=1e-3, err_msg=a.path)

@@ -15,7 +15,7 @@ import oomproof
 from oomproof._backends import current
 from oomproof._backends.common.fingerprint import Fingerprint
 from oomproof._estimation.workloads import describe
-from oomproof._planning import cache as plan_cache
+from oomproof._planning import plan_cache
 from oomproof._records.trace import Target
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -332,7 +332,7 @@ def test_a_changed_model_has_sizes_of_its_own_and_finds_the_old_ones_again():
         model.predict(X, verbose=0)
         drivers.append(model._oomproof_guard._driver)
     assert drivers[0] is drivers[2] is not drivers[1]
-    assert drivers[0]._sizing["predict"] is not drivers[1]._sizing["predict"]
+    assert drivers[0].training.measured["predict"] is not drivers[1].training.measured["predict"]
 
 
 def test_what_was_for_another_optimizer_is_let_go_of():

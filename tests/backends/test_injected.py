@@ -116,8 +116,9 @@ def test_out_of_memory_while_a_program_is_made():
     class CutsTheSecond(Failing):
         def begin(self, batch, logs=None):
             super().begin(batch, logs)
-            driver = self.model._oomproof_guard._driver
-            driver._sizing["train"].volume = None if batch == 0 else 4 * driver._unit
+            current = self.model._oomproof_guard._driver.training.current
+            if batch > 0:
+                current.volumes["train"] = 4 * current._unit
 
     failing = CutsTheSecond(faults, [None, ("tracing", 0)])
     received = train(lambda: faulty(faults), *data, guard={}, callbacks=[failing])

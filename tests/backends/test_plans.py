@@ -16,9 +16,9 @@ import oomproof
 from oomproof import _backends as backends
 from oomproof._backends.fake import FakeMemory
 from oomproof._estimation.workloads import describe
-from oomproof._planning import cache as plan_cache
-from oomproof._planning import check as plan_looks
-from oomproof._planning import planner as plans
+from oomproof._planning import plan_cache, trial
+from oomproof._planning import planner as planner_module
+from oomproof._planning.levers import allowed
 from oomproof._planning.planner import Planner
 from oomproof._records.trace import Target
 
@@ -293,7 +293,7 @@ def test_a_precision_that_changes_the_loss_is_not_taken(asked, monkeypatch, capl
     plan = planner.propose_for(arguments, memory, None)
     assert plan.precision is None
     assert plan.micro_batch_size is not None
-    assert "would be 1.2 and not 1" in caplog.text
+    assert "would be 1.2 instead of 1" in caplog.text
 
 
 def test_a_model_that_cannot_be_traced_is_trained_without_a_plan(asked, monkeypatch):
@@ -319,7 +319,7 @@ def test_what_training_ended_with_takes_the_place_of_a_plan_that_was_not_kept(mo
 def test_nobody_is_refused_on_the_word_of_an_estimate(asked, caplog):
     planner, arguments, memory = asked
     assert planner.propose((arguments["x"], arguments["y"]), memory.describe(), MIB // 4, 1.0) is None
-    assert "by its estimate this will not fit" in caplog.text
+    assert "Predicted not to fit; trying anyway." in caplog.text
     assert "256 KiB" in caplog.text
 
 
@@ -388,11 +388,11 @@ def test_room_for_what_an_update_computes_is_counted_where_that_is_for_all_weigh
 
 def test_a_plan_that_is_exact_only_if_nothing_goes_wrong_is_not_taken(monkeypatch):
     model = a_model(keras.layers.BatchNormalization)
-    planner = Planner(backends.current(), model, plans.allowed("default"), cache=False)
-    usual = plans._HARDLY
+    planner = Planner(backends.current(), model, allowed("default"), cache=False)
+    usual = planner_module._HARDLY
 
     def exact(limit, hardly):
-        monkeypatch.setattr(plans, "_HARDLY", hardly)
+        monkeypatch.setattr(planner_module, "_HARDLY", hardly)
         found = planner.propose(data(1024), FakeMemory(limit).describe(), limit, 1.0)
         return found is None or not found.caveats
 
@@ -415,9 +415,9 @@ def test_a_plan_that_its_trace_does_not_go_through_with_is_made_with_more_cautio
         limits.append(limit)
         return next(answers)
 
-    monkeypatch.setattr(plan_looks, "goes_through", lambda trace, limit: True)
+    monkeypatch.setattr(trial, "goes_through", lambda trace, limit: True)
     bold = oomproof.plan(a_model(), 1024, budget=budget, cache=False)
-    monkeypatch.setattr(plan_looks, "goes_through", goes_through)
+    monkeypatch.setattr(trial, "goes_through", goes_through)
     careful = oomproof.plan(a_model(), 1024, budget=budget, cache=False)
     assert len(limits) == 3
     assert 0.9 * budget < limits[0] < budget
@@ -427,7 +427,7 @@ def test_a_plan_that_its_trace_does_not_go_through_with_is_made_with_more_cautio
 @only("torch", because="an allocator whose free memory lies in pieces")
 def test_a_plan_is_looked_at_a_few_times_and_no_more(monkeypatch):
     looks = []
-    monkeypatch.setattr(plan_looks, "goes_through", lambda trace, limit: bool(looks.append(limit)))
+    monkeypatch.setattr(trial, "goes_through", lambda trace, limit: bool(looks.append(limit)))
     assert oomproof.plan(a_model(), 1024, budget=int(peak() * 0.6), cache=False).predicted
     assert len(looks) == 3
 
@@ -444,7 +444,7 @@ def test_a_plan_says_what_its_own_trace_does():
 @only("torch", because="an allocator whose free memory lies in pieces")
 def test_an_exact_plan_that_does_not_go_through_is_not_taken_after_all(monkeypatch):
     model, budget = a_model(keras.layers.BatchNormalization), int(peak() * 0.6)
-    planner = Planner(backends.current(), model, plans.allowed("default"), cache=False)
+    planner = Planner(backends.current(), model, allowed("default"), cache=False)
     step = describe(model, 1024, "train", False, Target(True, (8, 0)))
     assert not planner._for_training(step, budget, 1.0).caveats
     looked_at, trace_of = [], Planner._trace_of
@@ -454,5 +454,5 @@ def test_an_exact_plan_that_does_not_go_through_is_not_taken_after_all(monkeypat
         return trace_of(self, plan, workload)
 
     monkeypatch.setattr(Planner, "_trace_of", traced)
-    monkeypatch.setattr(plan_looks, "goes_through", lambda *_: looked_at[-1].micro_batch_size is not None)
+    monkeypatch.setattr(trial, "goes_through", lambda *_: looked_at[-1].micro_batch_size is not None)
     assert planner._for_training(step, budget, 1.0).caveats

@@ -37,7 +37,7 @@ def answer():
 def test_what_fits_is_run_as_it_is(answer):
     estimate, peak = answer["estimate"], answer["peak"]
     assert estimate["engine"] == "probe"
-    assert estimate["notes"] == ["the step itself was run on CPU:0: 2.0 GiB"]
+    assert estimate["notes"] == ["ran the step itself on CPU:0: 2.0 GiB"]
     assert abs(estimate["expected"] / peak - 1) < 0.1
 
 

@@ -103,7 +103,7 @@ def take_memory_in_every_epoch(model: Any, backend: str, blind: bool) -> Any:
     def train(*args: Any) -> Any:
         if not held and epochs["now"]:
             use, limit = driver.memory.usage(), driver.memory.describe().limit
-            need = max(need for _, need in driver._sizing["train"].evidence.needs)
+            need = max(need for _, need in driver.training.measured["train"].evidence.needs)
             held.extend(ballast(backend, int(limit - use.current - need * rng.uniform(0.3, 0.6))))
         return original(*args)
 

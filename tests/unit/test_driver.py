@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oomproof._backends.fake import FakeMemory, FakeShortageError, FakeStep
 from oomproof._records.exactness import Exactness
 from oomproof._training.driver import Driver
-from oomproof._training.sizing import Settings
+from oomproof._training.settings import Settings
 from oomproof.errors import BackendError, CannotFitError, InexactWarning, RecoveryFailedError
 
 BATCH = list(range(256))
@@ -18,7 +18,7 @@ BATCH = list(range(256))
 def driver_on(limit, *, resident=0, measurable=True, settings=None, **step):
     memory = FakeMemory(limit, resident, measurable)
     driver = Driver(FakeStep(memory, **step), memory, settings or Settings())
-    driver.begin(silent=False)
+    driver.begin()
     driver.begin_epoch(0)
     return driver
 
@@ -203,7 +203,7 @@ def test_a_budget_too_small_is_refused_before_the_first_step():
 
 
 def test_a_budget_needs_a_device_that_can_be_measured():
-    with pytest.raises(BackendError, match="cannot be held"):
+    with pytest.raises(BackendError, match="cannot be kept"):
         driver_on(100, measurable=False, settings=Settings(budget=50))
 
 
@@ -259,7 +259,8 @@ def test_one_line_for_each_event(caplog):
 
 def test_silent_is_silent(caplog):
     driver = driver_on(100, slope=1)
-    driver.begin(silent=True)
+    driver.log.start(silent=True)
+    driver.begin()
     driver.run("train", BATCH)
     assert not caplog.records
     assert run_of(driver).events
@@ -293,7 +294,7 @@ def test_steps_that_fail_late_run_again_in_order(late):
         driver.run("train", batch)
     driver.settle()
     assert [samples for _, samples, _ in step.done] == batches
-    assert driver.journal.steps["train"] == 4
+    assert driver.log.steps["train"] == 4
     assert step.pending == []
     assert driver.record("fake", {}).ooms >= 1
     assert max(pieces for *_, pieces in step.done) > 1
@@ -312,5 +313,6 @@ def test_a_late_failure_that_is_not_about_memory_is_raised():
     with pytest.raises(FakeShortageError):
         driver.run("train", [2] * 8)
     assert step.done == []
-    driver.begin(silent=True)
+    driver.log.start(silent=True)
+    driver.begin()
     driver.run("train", [2] * 8)

@@ -9,7 +9,7 @@ import pytest
 from oomproof._backends.fake import FakeMemory, FakeStep
 from oomproof._records.plan import Plan
 from oomproof._training.driver import Driver
-from oomproof._training.sizing import Settings
+from oomproof._training.settings import Settings
 from oomproof.errors import InexactWarning
 
 BATCH = list(range(256))
@@ -42,7 +42,7 @@ def driver_with(proposals, limit, *, resident=0, settings=None, **step):
     memory = FakeMemory(limit, resident)
     settings = dataclasses.replace(settings or Settings(), propose=proposals)
     driver = Driver(RecomputingStep(memory, **step), memory, settings)
-    driver.begin(silent=False)
+    driver.begin()
     driver.begin_epoch(0)
     return driver
 
@@ -245,3 +245,12 @@ def test_nothing_is_tried_where_a_size_has_to_be_compiled_or_where_there_is_room
         driver = driver_with(Proposals(plan or roomy), 1000, slope=7, **step)
         driver.run("train", BATCH)
         assert not driver.step.probes
+
+
+def test_what_a_given_plan_changes_about_the_model_is_in_the_plan_of_the_run():
+    given = planned(precision="mixed_bfloat16", caveats=("computed in mixed_bfloat16, not in float32",))
+    driver = driver_with(Proposals(), 10_000, settings=Settings(start=given), slope=10)
+    driver.run("train", BATCH)
+    assert driver.plan.precision == "mixed_bfloat16"
+    assert driver.plan.caveats == given.caveats
+    assert driver.plan.predicted is None

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from test_remat import all_runs, chains
 
 from oomproof._backends.pieces import piece_count
-from oomproof._planning import remat
-from oomproof._planning import search as planning
-from oomproof._planning.search import Request, Way
+from oomproof._planning import options, remat, search
+from oomproof._planning.options import Request
+from oomproof._planning.ways import Way, predict, time_of
 from oomproof._records.exactness import Exactness
 from oomproof._records.plan import Alternative, Plan
 from oomproof._records.trace import Chain, Segment
@@ -73,7 +73,7 @@ def row(plan: Plan, name: str) -> Alternative:
 
 
 def test_the_plain_step_is_predicted_as_it_was_estimated():
-    assert planning.predict(OWN, 1024, 1024) == CHAIN.peak
+    assert predict(OWN, 1024, 1024) == CHAIN.peak
 
 
 @given(segments=chains(), sizes=st.tuples(*[st.integers(0, 99)] * 4), peak=st.integers(1, 1000))
@@ -81,7 +81,7 @@ def test_the_plain_step_is_predicted_as_it_was_estimated_whatever_the_parts_say(
     resident, inputs, outside, update = sizes
     assume(resident + inputs + outside + update > 0)
     chain = Chain(8, tuple(segments), resident, inputs, outside, update, peak)
-    assert planning.predict(dataclasses.replace(OWN, chain=chain), 8, 8) == peak
+    assert predict(dataclasses.replace(OWN, chain=chain), 8, 8) == peak
 
 
 def test_a_piece_takes_its_share_beside_what_does_not_shrink():
@@ -92,63 +92,63 @@ def test_a_piece_takes_its_share_beside_what_does_not_shrink():
     quarter = fixed + (parts - fixed) // 4
     for adds_up, on_device, more in ((True, True, gradients + GIB // 4), (True, False, gradients)):
         way = dataclasses.replace(OWN, chain=chain, adds_up=adds_up, batch_on_device=on_device)
-        assert planning.predict(way, 256, 1024) == quarter + more
+        assert predict(way, 256, 1024) == quarter + more
     # Made in their sum, all gradients are there all the time, and only once.
     way = dataclasses.replace(OWN, chain=chain, adds_up=False, batch_on_device=False)
-    assert planning.predict(way, 256, 1024) == quarter + gradients - 16 * MIB
+    assert predict(way, 256, 1024) == quarter + gradients - 16 * MIB
 
 
 def test_what_kernels_work_in_does_not_shrink_with_the_piece():
     chain = dataclasses.replace(CHAIN, scratch=2 * GIB, peak=CHAIN.peak + 2 * GIB)
     way = dataclasses.replace(OWN, chain=chain)
-    more = [planning.predict(way, size, 1024) - planning.predict(OWN, size, 1024) for size in (1024, 256, 1)]
+    more = [predict(way, size, 1024) - predict(OWN, size, 1024) for size in (1024, 256, 1)]
     assert all(1.5 * GIB < each < 2.5 * GIB for each in more)
 
 
 def test_rows_of_tables_are_kept_for_the_whole_batch_however_small_its_pieces():
     way = dataclasses.replace(OWN, chain=dataclasses.replace(CHAIN, rows=GIB))
     for size in (256, 1):
-        assert planning.predict(way, size, 1024) >= planning.predict(OWN, size, 1024) + GIB
-    assert planning.predict(way, 1, 512) < planning.predict(way, 1, 1024)
+        assert predict(way, size, 1024) >= predict(OWN, size, 1024) + GIB
+    assert predict(way, 1, 512) < predict(way, 1, 1024)
 
 
 def test_the_update_bounds_what_pieces_can_save():
     way = dataclasses.replace(OWN, chain=dataclasses.replace(CHAIN, update=6 * GIB), adds_up=False)
     way = dataclasses.replace(way, batch_on_device=False)
-    assert planning.predict(way, 1, 1024) >= (1 + 6) * GIB + 9 * 16 * MIB
+    assert predict(way, 1, 1024) >= (1 + 6) * GIB + 9 * 16 * MIB
 
 
 def test_the_estimate_corrects_what_grows_with_the_samples_only():
     twice = dataclasses.replace(OWN, chain=dataclasses.replace(CHAIN, peak=20 * GIB))
-    half = planning.predict(twice, 512, 1024)
+    half = predict(twice, 512, 1024)
     extra = 9 * 16 * MIB + GIB // 4
     fixed = GIB + 9 * 16 * MIB + GIB // 2
     assert half - extra - fixed == pytest.approx((20 * GIB - fixed) / 2, rel=0.1)
 
 
 def test_time_is_that_of_the_way_with_pieces_and_recomputation_on_top():
-    assert planning.time_of(OWN, 1) == 1.0
-    assert planning.time_of(XLA, 1) == 0.8
-    assert planning.time_of(OWN, 4) == pytest.approx(1 + 3 * 0.04)
-    assert planning.time_of(XLA, 4, ((0, 2), (5, 6))) == pytest.approx(0.8 * (1 + 3 * 0.04 + 3 / 9 / 3))
+    assert time_of(OWN, 1) == 1.0
+    assert time_of(XLA, 1) == 0.8
+    assert time_of(OWN, 4) == pytest.approx(1 + 3 * 0.04)
+    assert time_of(XLA, 4, ((0, 2), (5, 6))) == pytest.approx(0.8 * (1 + 3 * 0.04 + 3 / 9 / 3))
 
 
 def test_beginning_a_run_takes_time():
     slow = dataclasses.replace(OWN, run_cost=0.5)
-    assert planning.time_of(slow, 1) == 1.0
+    assert time_of(slow, 1) == 1.0
     # Three of nine segments, and two runs.
-    assert planning.time_of(slow, 1, ((0, 2), (5, 6))) == pytest.approx(1 + (3 / 9 + 2 * 0.5) / 3)
+    assert time_of(slow, 1, ((0, 2), (5, 6))) == pytest.approx(1 + (3 / 9 + 2 * 0.5) / 3)
 
 
 def test_a_host_that_starts_everything_one_by_one_starts_it_for_each_piece_again():
     slow = dataclasses.replace(OWN, host=1.0)
-    assert planning.time_of(slow, 1) == pytest.approx(1.0)
-    assert planning.time_of(slow, 2) == pytest.approx(math.hypot(1.04, 2) / math.sqrt(2))
+    assert time_of(slow, 1) == pytest.approx(1.0)
+    assert time_of(slow, 2) == pytest.approx(math.hypot(1.04, 2) / math.sqrt(2))
     # Recomputing three of nine segments: a ninth on the device, two ninths on the host.
-    assert planning.time_of(slow, 1, ((0, 3),)) == pytest.approx(math.hypot(1 + 1 / 9, 1.22) / math.sqrt(2))
+    assert time_of(slow, 1, ((0, 3),)) == pytest.approx(math.hypot(1 + 1 / 9, 1.22) / math.sqrt(2))
     # So much that it is quicker to recompute than to cut, where it was quicker to cut.
     for way, cut in ((OWN, True), (slow, False)):
-        chosen = planning.make(asked(8), [way])
+        chosen = search.fastest(asked(8), [way])
         assert (chosen.micro_batch_size is not None, bool(chosen.recompute)) == (cut, not cut)
 
 
@@ -156,7 +156,7 @@ def test_a_host_that_starts_everything_one_by_one_starts_it_for_each_piece_again
 
 
 def test_what_fits_stays_as_it_is():
-    plan = planning.make(asked(13), [OWN])
+    plan = search.fastest(asked(13), [OWN])
     assert (plan.micro_batch_size, plan.recompute, plan.jit_compile, plan.precision) == (None, (), None, None)
     assert plan.relative_time == 1.0
     assert plan.predicted == 12 * GIB
@@ -164,75 +164,75 @@ def test_what_fits_stays_as_it_is():
 
 
 def test_the_margin_counts():
-    assert planning.make(asked(12, margin=1.0), [OWN]).micro_batch_size is None
-    cautious = planning.make(asked(12, margin=1.1), [OWN])
+    assert search.fastest(asked(12, margin=1.0), [OWN]).micro_batch_size is None
+    cautious = search.fastest(asked(12, margin=1.1), [OWN])
     assert cautious.predicted * 1.1 <= 12 * GIB
     assert row(cautious, "whole").why == "does not fit: 1.2 GiB too much"
 
 
 def test_a_faster_way_is_taken_where_it_is_clearly_faster():
-    assert planning.make(asked(13, EXACT | {"xla"}), [OWN, XLA]).jit_compile is True
+    assert search.fastest(asked(13, EXACT | {"xla"}), [OWN, XLA]).jit_compile is True
     hardly = dataclasses.replace(XLA, speed=0.96)
-    plan = planning.make(asked(13, EXACT | {"xla"}), [OWN, hardly])
+    plan = search.fastest(asked(13, EXACT | {"xla"}), [OWN, hardly])
     assert plan.jit_compile is None
     assert row(plan, "whole, XLA").why == "fits, hardly faster (0.96× against 1.00×)"
     # Where the plain step does not fit, any gain counts.
-    assert planning.make(asked(8, EXACT | {"xla"}), [OWN, dataclasses.replace(hardly, chain=MIXED.chain)]).jit_compile
+    assert search.fastest(asked(8, EXACT | {"xla"}), [OWN, dataclasses.replace(hardly, chain=MIXED.chain)]).jit_compile
 
 
 def test_levers_that_are_not_allowed_are_only_told_of():
-    plan = planning.make(asked(6), [OWN, XLA, MIXED])
+    plan = search.fastest(asked(6), [OWN, XLA, MIXED])
     assert plan.jit_compile is plan.precision is None
     assert row(plan, "2 × 512, mixed_bfloat16").why == "not allowed: needs allow={'mixed_precision'}"
     assert not row(plan, "2 × 512, mixed_bfloat16").exact
-    assert planning.make(asked(6, frozenset({"microbatch"})), [OWN]).recompute == ()
-    assert planning.make(asked(6, frozenset({"recompute"})), [OWN]).micro_batch_size is None
+    assert search.fastest(asked(6, frozenset({"microbatch"})), [OWN]).recompute == ()
+    assert search.fastest(asked(6, frozenset({"recompute"})), [OWN]).micro_batch_size is None
 
 
 def test_mixed_precision_is_taken_wherever_it_is_allowed_and_faster():
-    plan = planning.make(asked(13, EXACT | {"mixed_precision"}), [OWN, MIXED])
+    plan = search.fastest(asked(13, EXACT | {"mixed_precision"}), [OWN, MIXED])
     assert plan.precision == "mixed_bfloat16"
     assert plan.caveats == ("computed in mixed_bfloat16, not in float32",)
     assert row(plan, "whole, mixed_bfloat16").why == "taken: the fastest that fits"
     slow = dataclasses.replace(MIXED, speed=1.5)
-    assert planning.make(asked(6, EXACT | {"mixed_precision"}), [OWN, slow]).precision is None
+    assert search.fastest(asked(6, EXACT | {"mixed_precision"}), [OWN, slow]).precision is None
 
 
 def test_batch_statistics_are_cut_only_where_nothing_exact_fits():
     allowed = EXACT | {"batch_statistics"}
     slow = dataclasses.replace(OWN, forward_share=1.0)  # Cutting would be faster by far.
-    plan = planning.make(asked(6, allowed, caveats=CAVEATS), [slow])
+    plan = search.fastest(asked(6, allowed, caveats=CAVEATS), [slow])
     assert plan.recompute
     assert plan.micro_batch_size is None
     assert plan.caveats == ()
     assert row(plan, "3 × 342").why == "fits, but is not exact"
-    assert planning.make(asked(6, allowed), [slow]).micro_batch_size is not None
+    assert search.fastest(asked(6, allowed), [slow]).micro_batch_size is not None
 
-    tight = planning.make(asked(2.5, allowed, caveats=CAVEATS), [slow])
+    tight = search.fastest(asked(2.5, allowed, caveats=CAVEATS), [slow])
     assert tight.micro_batch_size is not None
     assert tight.caveats == CAVEATS
     taken = next(each for each in tight.alternatives if each.taken)
     assert taken.why == "taken: the fastest that fits; nothing exact does"
     with pytest.raises(CannotFitError) as caught:
-        planning.make(asked(2.5, EXACT, caveats=CAVEATS), [slow])
+        search.fastest(asked(2.5, EXACT, caveats=CAVEATS), [slow])
     assert caught.value.diagnosis is not None
     assert caught.value.diagnosis.requested_bytes > caught.value.diagnosis.numbers["limit"]
 
 
 def test_of_equal_times_the_one_with_fewer_levers_is_taken():
     free = dataclasses.replace(OWN, piece_cost=0.0, forward_share=0.0)
-    plan = planning.make(asked(6), [free, dataclasses.replace(free, own=False, jit=True)])
+    plan = search.fastest(asked(6), [free, dataclasses.replace(free, own=False, jit=True)])
     assert plan.relative_time == 1.0
     assert bool(plan.micro_batch_size) + bool(plan.recompute) == 1
     assert plan.jit_compile is None
 
 
 def test_a_size_the_user_fixed_is_never_exceeded():
-    plan = planning.make(asked(13, micro_batch_size=300), [OWN])
+    plan = search.fastest(asked(13, micro_batch_size=300), [OWN])
     assert plan.micro_batch_size == 256
-    assert planning.make(asked(13, micro_batch_size=300), [dataclasses.replace(OWN, equal_pieces_only=True)])
-    assert planning.make(asked(2.5, micro_batch_size=300), [OWN]).micro_batch_size < 256
-    assert planning.make(asked(13, micro_batch_size=4096), [OWN]).micro_batch_size is None
+    assert search.fastest(asked(13, micro_batch_size=300), [dataclasses.replace(OWN, equal_pieces_only=True)])
+    assert search.fastest(asked(2.5, micro_batch_size=300), [OWN]).micro_batch_size < 256
+    assert search.fastest(asked(13, micro_batch_size=4096), [OWN]).micro_batch_size is None
 
 
 @given(
@@ -242,7 +242,7 @@ def test_a_size_the_user_fixed_is_never_exceeded():
 )
 def test_sizes_begin_with_the_largest_and_end_with_one_sample(batch, equal, fixed):
     way = dataclasses.replace(OWN, equal_pieces_only=equal)
-    sizes = list(planning._sizes(asked(1, batch_size=batch, micro_batch_size=fixed), way))
+    sizes = list(options._sizes(asked(1, batch_size=batch, micro_batch_size=fixed), way))
     assert sizes == sorted(set(sizes), reverse=True)
     assert sizes[0] <= min(batch, fixed or batch)
     assert sizes[-1] == 1
@@ -256,10 +256,10 @@ def test_sizes_begin_with_the_largest_and_end_with_one_sample(batch, equal, fixe
 def test_recomputed_segments_are_named_by_their_first_and_last_call():
     single = dataclasses.replace(CHAIN.segments[0], first="0_conv", last="0_conv")
     chain = dataclasses.replace(CHAIN, segments=(single, *CHAIN.segments[1:]))
-    plan = planning.make(asked(11.5, frozenset({"recompute"})), [dataclasses.replace(OWN, chain=chain)])
+    plan = search.fastest(asked(11.5, frozenset({"recompute"})), [dataclasses.replace(OWN, chain=chain)])
     assert plan.recompute == ("0_conv",)
     assert (plan.recomputed, plan.segments) == (1, 9)
-    plan = planning.make(asked(8, frozenset({"recompute"})), [OWN])
+    plan = search.fastest(asked(8, frozenset({"recompute"})), [OWN])
     assert plan.recompute == ("1_conv..4_add",)
 
 
@@ -340,8 +340,8 @@ def everything(request: Request, ways: list[Way]) -> Iterator[Tried]:
                 levers |= {"recompute"} if runs else set()
                 levers |= {"microbatch"} if pieces > 1 else set()
                 levers |= {"batch_statistics"} if pieces > 1 and request.caveats else set()
-                predicted = planning.predict(way, micro, request.batch_size, runs)
-                yield Tried(predicted, planning.time_of(way, pieces, runs), frozenset(levers))
+                predicted = predict(way, micro, request.batch_size, runs)
+                yield Tried(predicted, time_of(way, pieces, runs), frozenset(levers))
 
 
 @settings(max_examples=500, deadline=None)
@@ -355,9 +355,9 @@ def test_no_plan_is_better_than_the_one_that_is_made(seed):
     found = [each for each in found if "batch_statistics" not in each.levers] or found
     if not found:
         with pytest.raises(CannotFitError):
-            planning.make(request, ways)
+            search.fastest(request, ways)
         return
-    plan = planning.make(request, ways)
+    plan = search.fastest(request, ways)
     best = min(each.time for each in found)
     if best >= 0.95 and any(not each.levers for each in found):
         best = 1.0
@@ -365,7 +365,7 @@ def test_no_plan_is_better_than_the_one_that_is_made(seed):
     assert plan.predicted * request.margin <= request.limit * (1 + 1e-12)
     assert [each.taken for each in plan.alternatives].count(True) == 1
     assert len(plan.alternatives) <= 12
-    assert plan == planning.make(request, ways)
+    assert plan == search.fastest(request, ways)
 
 
 @settings(max_examples=300, deadline=None)
@@ -376,10 +376,10 @@ def test_more_memory_never_makes_a_slower_plan(seed, more):
     ways = random_ways(rng)
     request = dataclasses.replace(random_request(rng, ways), caveats=())
     try:
-        plan = planning.make(request, ways)
+        plan = search.fastest(request, ways)
     except CannotFitError:
         return
-    roomier = planning.make(dataclasses.replace(request, limit=request.limit + more), ways)
+    roomier = search.fastest(dataclasses.replace(request, limit=request.limit + more), ways)
     levers = (roomier.micro_batch_size, roomier.recompute, roomier.jit_compile, roomier.precision)
     as_it_is = levers == (None, (), None, None)
     assert roomier.relative_time <= plan.relative_time + 1e-9 or (as_it_is and plan.relative_time >= 0.95)
@@ -401,34 +401,34 @@ REFUSALS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_printed_plan(name):
-    assert f"{planning.make(*PLANS[name])}\n" == (GOLDEN / f"{name}.txt").read_text()
+    assert f"{search.fastest(*PLANS[name])}\n" == (GOLDEN / f"{name}.txt").read_text()
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_printed_refusal(name):
     with pytest.raises(CannotFitError) as caught:
-        planning.make(*REFUSALS[name])
+        search.fastest(*REFUSALS[name])
     assert f"{caught.value}\n" == (GOLDEN / f"{name}.txt").read_text()
 
 
 def test_what_is_said_to_make_it_fit_does():
     request, all_ways = REFUSALS["plan_refused_by_allow"]
     with pytest.raises(CannotFitError) as caught:
-        planning.make(request, all_ways)
+        search.fastest(request, all_ways)
     batch = int(str(caught.value).split("a batch of ")[1].split(",")[0])
-    assert planning.make(dataclasses.replace(request, batch_size=batch), all_ways).recompute == ()
+    assert search.fastest(dataclasses.replace(request, batch_size=batch), all_ways).recompute == ()
     with pytest.raises(CannotFitError) as caught:
-        planning.make(dataclasses.replace(request, allowed=frozenset(), batch_size=batch + 1), all_ways)
+        search.fastest(dataclasses.replace(request, allowed=frozenset(), batch_size=batch + 1), all_ways)
     assert f"a batch of {batch}," in str(caught.value)
 
 
 def test_one_way_has_to_be_the_users():
     with pytest.raises(ValueError, match="user's own"):
-        planning.make(asked(13), [XLA])
+        search.fastest(asked(13), [XLA])
 
 
 def test_a_plan_survives_json():
-    plan = planning.make(*PLANS["plan_not_exact"])
+    plan = search.fastest(*PLANS["plan_not_exact"])
     assert Plan.from_json(plan.to_json()) == plan
 
 

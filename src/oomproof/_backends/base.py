@@ -160,10 +160,47 @@ class PendingStep(Protocol):
 RunBatch = Callable[[Phase, Data, Any], Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """How training on one framework differs from training on the others.
+
+    Attributes:
+        uncompiled_mode: What a step is that is neither compiled nor run eagerly on request: `"graph"` or `"eager"`.
+        compiles_by_default: Whether Keras compiles steps wherever the model runs, so that a model that asks for none
+            of it was probably saved elsewhere.
+        compiles_on_gpu_only: Whether Keras asks for no compilation on a machine without a GPU.
+        offers_xla: Whether a step that is not compiled with XLA can be.
+        compiles_each_size: Whether a compiled step takes pieces of one size only.
+        measures_peaks: Whether it tells how much memory a step took at most.
+        traces_are_exact: Whether the trace of an uncompiled step shows each allocation that the step makes.
+        prefetches_batch: Whether Keras puts the next batch on the GPU while this one is trained on.
+        pieces_wait_on_host: Whether a batch that is cut stays on the host but for the piece at hand.
+        gradients_add_in_place: Whether the gradients of a piece are added to those before as they are made.
+        update_waits: Whether a guarded step updates weights once it has all gradients, where Keras's own begins before.
+        sparse_gradients: Whether gradients of embeddings are the rows that were looked up, not whole tables.
+        updates_at_once: Whether an update computes the new values of all weights together.
+    """
+
+    uncompiled_mode: Literal["graph", "eager"] = "eager"
+    compiles_by_default: bool = False
+    compiles_on_gpu_only: bool = False
+    offers_xla: bool = False
+    compiles_each_size: bool = True
+    measures_peaks: bool = True
+    traces_are_exact: bool = False
+    prefetches_batch: bool = False
+    pieces_wait_on_host: bool = False
+    gradients_add_in_place: bool = False
+    update_waits: bool = False
+    sparse_gradients: bool = False
+    updates_at_once: bool = False
+
+
 class Backend(Protocol):
     """One framework."""
 
     name: str
+    traits: Traits
 
     def versions(self) -> dict[str, str]: ...
 

@@ -22,11 +22,20 @@ def checked_size(micro_batch_size: int | str) -> int | None:
     return int(micro_batch_size)
 
 
-def piece_count(batch_size: int, micro_batch_size: int | None) -> int:
-    """The fewest pieces of which none holds more than `micro_batch_size` samples."""
+def piece_count(batch_size: int, micro_batch_size: int | None, *, powers_of_two: bool = False) -> int:
+    """The fewest pieces of which none holds more than `micro_batch_size` samples.
+
+    Where each number of pieces is a program of its own, powers of two keep programs few.
+    """
     if micro_batch_size is None or batch_size <= micro_batch_size:
         return 1
-    return -(-batch_size // micro_batch_size)
+    pieces = -(-batch_size // micro_batch_size)
+    return min(batch_size, power_of_two(pieces)) if powers_of_two else pieces
+
+
+def power_of_two(pieces: int) -> int:
+    """The least power of two that is not below."""
+    return 1 << (pieces - 1).bit_length()
 
 
 def largest_piece(batch_size: int, pieces: int) -> int:

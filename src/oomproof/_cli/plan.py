@@ -37,7 +37,7 @@ def plan(
     Exit code: 3 if nothing that is allowed fits, 2 for bad input.
     """
     if clear_cache:
-        from oomproof._planning import cache as plan_cache
+        from oomproof._planning import plan_cache
 
         typer.echo(f"{plan_cache.forget()} plans deleted")
         return

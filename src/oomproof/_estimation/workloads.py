@@ -46,8 +46,8 @@ def in_words(workload: Workload) -> str:
 
 
 def with_next_batch(trace: Trace, workload: Workload, batch_size: int, backend: Backend) -> Trace:
-    """The step as part of `fit`: on JAX Keras puts the next batch on a GPU while this one is trained on."""
-    if backend.name != "jax" or not workload.target.gpu:
+    """The step as part of `fit`, with the next batch where Keras puts that on the GPU ahead of time."""
+    if not backend.traits.prefetches_batch or not workload.target.gpu:
         return trace
     ahead = Buffer(batch_bytes(workload, batch_size), -1, len(trace.ops), "input", "")
     return dataclasses.replace(trace, buffers=(*trace.buffers, ahead))

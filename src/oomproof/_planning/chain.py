@@ -40,8 +40,8 @@ def chain_of(model: Any, workload: Workload, trace: Trace, peak: int, backend: B
     batch_size = next(leaf.shape[0] for leaf in tree.flatten(workload.x) if leaf is not None)
     calls = Calls(model, workload, batch_size)
     groups = calls.groups()
-    # On TensorFlow `guard` updates when all gradients are there. Keras's own graph, which is traced, begins before.
-    after_all = workload.guarded and not workload.jit and backend.name == "tensorflow"
+    # A guarded step updates when all gradients are there. Keras's own graph, which is traced, begins before.
+    after_all = workload.guarded and not workload.jit and backend.traits.update_waits
     account = _Account(trace, [[calls.path(index) for index in group] for group in groups], after_all)
     costs = [sum(calls.cost(index) for index in group) for group in groups]
     gradients = calls.gradients(groups)
@@ -69,7 +69,7 @@ def chain_of(model: Any, workload: Workload, trace: Trace, peak: int, backend: B
         seconds=sum(costs),
         calls=sum(calls.layers(index) for group in groups for index in group),
         scratch=account.scratch,
-        rows=calls.rows() if backend.name == "tensorflow" else 0,
+        rows=calls.rows() if backend.traits.sparse_gradients else 0,
     )
 
 

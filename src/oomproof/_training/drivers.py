@@ -13,8 +13,8 @@ from oomproof._backends.base import Backend
 from oomproof._backends.common.fingerprint import Fingerprint
 from oomproof._records.run import Phase, Run
 from oomproof._training.driver import Driver
-from oomproof._training.events import Journal
-from oomproof._training.sizing import Settings
+from oomproof._training.run_log import RunLog
+from oomproof._training.settings import Settings
 
 
 class Drivers:
@@ -34,25 +34,22 @@ class Drivers:
         # Which driver is for what Keras would have traced: by phase, and by what decides whether it traces anew.
         self._traced: dict[tuple[Phase, Any], Driver] = {}
         self._trained: Driver | None = None
-        self._journal = Journal()
-        self._silent = False
+        self._log = RunLog()
         self._may_grow = False
 
     # A run, from the begin of fit, evaluate or predict to its end
 
     def begin(self, silent: bool, may_grow: bool = False) -> None:
-        self._journal, self._silent, self._may_grow = Journal(), silent, may_grow
+        self._log.start(silent)
+        self._may_grow = may_grow
         # What keeps no traces is what the model is now.
         self._traced = {key: driver for key, driver in self._traced.items() if key[1] is not None}
         for driver in self._all():
-            self._begin(driver)
-
-    def _begin(self, driver: Driver) -> None:
-        driver.begin(self._silent, self._may_grow, self._journal)
+            driver.begin(may_grow)
 
     def begin_epoch(self, epoch: int) -> None:
         self._may_grow = True
-        self._journal.epoch = epoch
+        self._log.epoch = epoch
         for driver in self._all():
             driver.begin_epoch(epoch)
 
@@ -72,7 +69,7 @@ class Drivers:
 
     @property
     def last_error(self) -> Exception | None:
-        return None if self.current is None else self.current.last_error
+        return None if self.current is None else self.current.training.last_error
 
     # One batch
 
@@ -113,8 +110,8 @@ class Drivers:
         return driver
 
     def _new(self) -> Driver:
-        driver = Driver(self._backend.step(self._model), self._backend.memory(), self.settings)
-        self._begin(driver)
+        driver = Driver(self._backend.step(self._model), self._backend.memory(), self.settings, self._log)
+        driver.begin(self._may_grow)
         return driver
 
     def _change_to(self, driver: Driver) -> None:

@@ -1,9 +1,10 @@
-"""What a user is told when it cannot be done: what happened, the numbers, and what to do about it."""
+"""The errors of a training: what happened, the numbers, and what to do about it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from oomproof._backends.base import Shortage
 from oomproof._explain.api import explain
 from oomproof._records.diagnosis import short_of
 from oomproof._records.run import Device
@@ -17,7 +18,7 @@ def _listed(sizes: Mapping[str, int]) -> str:
 
 def budget_cannot_be_held(budget: int, device: Device, advice: str) -> BackendError:
     return BackendError(
-        f"A budget of {format_bytes(budget)} cannot be held on {device.name}: its allocator does not say how much "
+        f"A budget of {format_bytes(budget)} cannot be kept on {device.name}: its allocator does not say how much "
         f"memory is in use. Train on a GPU, {advice}or use `micro_batch_size` instead."
     )
 
@@ -40,7 +41,7 @@ def budget_below_resident(budget: int, resident: Mapping[str, int]) -> CannotFit
             sum(resident.values()),
             budget,
             "The model and its optimizer are larger than the budget, before any data.",
-            f"oomproof.guard(model, budget={sum(resident.values()) * 2})  # twice what is resident",
+            f"oomproof.guard(model, budget={sum(resident.values()) * 2})  # twice that",
             'model.compile("sgd", ...)  # an optimizer without state',
         ),
     )
@@ -50,7 +51,7 @@ def one_sample_over_budget(
     budget: int, need: int, taken: int, resident: Mapping[str, int], enough: float
 ) -> CannotFitError:
     return CannotFitError(
-        f"One sample at a time needs {format_bytes(need)} besides the {format_bytes(taken)} already in use "
+        f"One sample at a time needs {format_bytes(need)} on top of the {format_bytes(taken)} already in use "
         f"(weights {format_bytes(resident['weights'])}, optimizer {format_bytes(resident['optimizer'])}), and "
         f"the budget is {format_bytes(budget)}. Raise the budget to {format_bytes(enough)}, or make the inputs or "
         "the model smaller.",
@@ -73,17 +74,25 @@ def batch_cannot_be_cut(size: int) -> CannotFitError:
 
 def cutting_is_not_allowed(size: int) -> CannotFitError:
     return CannotFitError(
-        f'The batch of {size} would have to be cut, and `allow` does not name "microbatch". Allow it with '
+        f'The batch of {size} needs to be cut, and `allow` does not name "microbatch". Allow it with '
         'allow="default", or lower the batch size.'
     )
 
 
 def not_exact(size: int, pieces: int, why: Sequence[str]) -> CannotFitError:
-    how = f"cut into {pieces} pieces" if pieces > 1 else "computed with parts of the model recomputed"
+    how = f"in {pieces} pieces" if pieces > 1 else "with parts of the model recomputed"
     return CannotFitError(
-        f"The batch of {size} would have to be {how}, which is not exact for this model: {'; '.join(why)}. "
+        f"The batch of {size} runs {how}, which is not exact for this model: {'; '.join(why)}. "
         'Allow it with allow="default", lower the batch size, or replace what is named '
         "(GroupNormalization and LayerNormalization do not mix samples)."
+    )
+
+
+def gradient_does_not_fit(device: Device, shortage: Shortage) -> RecoveryFailedError:
+    return RecoveryFailedError(
+        f"The gradient of one sample does not fit on {device}. Nothing was written. Make the inputs or the model "
+        f"smaller, or use a device with more memory. The framework said: {shortage.text}",
+        diagnosis=explain(shortage.error),
     )
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 
-from oomproof._backends.base import DeviceMemory, Step
-from oomproof._training import recover
-from oomproof._training.events import Journal
-from oomproof._training.memory import Gauge
-from oomproof._training.sizing import Batch, Sizing
+from oomproof._training import piece_sizes
+from oomproof._training.helpers import in_a_line
+from oomproof._training.training import Batch, Training
 
 # How many may be run; under XLA each of them is a compile.
 _PROBES = 8
@@ -17,11 +15,10 @@ _COMPILED_PROBES = 3
 _FAILURES = 2
 
 
-def probe(
-    step: Step, memory: DeviceMemory, gauge: Gauge, journal: Journal, sizing: Sizing, batch: Batch, below: int
-) -> None:
+def probe(training: Training, batch: Batch, below: int) -> None:
     """Measures a step at a few sizes below one that is too large, unless that was done already."""
-    if sizing.evidence.upto(below // 2).needs:
+    step, allowance, measured = training.step, training.allowance, training.measured[batch.phase]
+    if measured.evidence.upto(below // 2).needs:
         return
     # Below a limit a failed probe costs a wait. Above a budget it would break a promise.
     bold, compiled = step.budget is None, step.equal_pieces_only()
@@ -30,37 +27,47 @@ def probe(
     fixed = step.resident()["gradients"] if batch.phase == "train" else 0
     failures = 0
     for _ in range(_COMPILED_PROBES if compiled else _PROBES):
-        free = gauge.free()
-        size = recover.next_probe(
-            sizing.evidence.upto(below // 2), free, below, batch.unit, gauge.headroom, fixed=fixed, bold=bold
+        free = allowance.free()
+        size = piece_sizes.next_probe(
+            measured.evidence.upto(below // 2), free, below, batch.unit, allowance.headroom, fixed=fixed, bold=bold
         )
         if size is None:
             return
-        samples = size // batch.unit
-        before, began, failed = gauge.begin(), time.perf_counter(), False
-        try:
-            step.probe(batch.data, samples, batch.phase)
-        except Exception as error:
-            if memory.shortage(error) is None:
-                raise
-            failed = True
-        if failed:
-            # Here the except block is left and its frames are gone, so memory can come back.
-            gauge.release()
-            failures += 1
-            sizing.evidence = sizing.evidence.with_failure(samples * batch.unit, free)
-            message = f"{samples} samples do not fit, tried to see what fits; nothing lost"
-            seconds = time.perf_counter() - began
-            journal.note("oom", batch.phase, batch.size, message, before=samples, free=free, seconds=seconds)
-            if not sizing.evidence.needs or failures == _FAILURES:
-                return
-            continue
-        measure(gauge, journal, sizing, samples * batch.unit, before)
+        fits = _fits(training, batch, size, free)
+        failures += fits is False
+        if fits is None or (not fits and (not measured.evidence.needs or failures == _FAILURES)):
+            return
 
 
-def measure(gauge: Gauge, journal: Journal, sizing: Sizing, volume: int, before: int) -> int:
+def _fits(training: Training, batch: Batch, size: int, free: int) -> bool | None:
+    """Runs samples of so many bytes, and keeps what they took; `None` where they cannot be run by themselves."""
+    samples, measured = size // batch.unit, training.measured[batch.phase]
+    before, began = training.allowance.watch(), time.perf_counter()
+    try:
+        training.step.probe(batch.data, samples, batch.phase)
+        ran = True
+    except Exception as error:
+        if training.memory.shortage(error) is None:
+            if training.settings.budget is not None:
+                raise  # Without measuring, no budget can be kept.
+            training.log.say(f"Measuring small batches failed; training goes on without it ({in_a_line(error)}).")
+            return None
+        ran = False
+    if ran:
+        measure(training, batch, samples * batch.unit, before)
+        return True
+    # Here the except block is left and its frames are gone, so memory can come back.
+    training.allowance.release()
+    measured.evidence = measured.evidence.with_failure(samples * batch.unit, free)
+    message = f"Probe of {samples} samples ran out of memory; nothing changed"
+    seconds = time.perf_counter() - began
+    training.log.note("oom", batch.phase, batch.size, message, before=samples, free=free, seconds=seconds)
+    return False
+
+
+def measure(training: Training, batch: Batch, volume: int, before: int) -> int:
     """What a step of so many bytes has taken beyond `before`, kept as evidence. Returns its peak."""
-    peak = gauge.end()
-    journal.saw_peak(peak)
-    sizing.evidence = sizing.evidence.with_need(volume, max(peak - before, 0))
+    peak, measured = training.allowance.peak(), training.measured[batch.phase]
+    training.log.saw_peak(peak)
+    measured.evidence = measured.evidence.with_need(volume, max(peak - before, 0))
     return peak

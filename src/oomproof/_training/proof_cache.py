@@ -13,7 +13,7 @@ from keras import tree
 
 from oomproof._backends.base import Backend
 from oomproof._backends.common.model import layers, own_modules
-from oomproof._planning import cache as plan_cache
+from oomproof._planning import plan_cache
 
 # Counted up when proofs are made by other rules.
 _RULES = 1

@@ -9,7 +9,8 @@ from typing import Any
 from oomproof._backends.base import DeviceMemory, Step
 from oomproof._backends.pieces import largest_piece
 from oomproof._records.exactness import Exactness
-from oomproof._training.sizing import Settings
+from oomproof._training.helpers import in_a_line, optional
+from oomproof._training.settings import Settings
 from oomproof.errors import OomproofError
 
 # Samples of a proof for batches that are cut, fewer where there may be no memory for so many.
@@ -45,12 +46,13 @@ class Proving:
     def __call__(self, data: Any, pieces: int) -> Exactness:
         """What a step on this batch is, cut into pieces and with what is recomputed now."""
         cut = pieces > 1
-        key = None if self._proofs is None else self._proofs.key(data, cut, self._step.recompute)
+        key = self._key(data, cut)
         found = self._recalled(key)
         if found is None:
             found = self._made(data, pieces)
             if key is not None and self._proofs is not None and found.holds:
-                self._proofs.remember(key, {**found.to_dict(), "learnt": self._step.learnt})
+                with optional("Remembering the proof"):
+                    self._proofs.remember(key, {**found.to_dict(), "learnt": self._step.learnt})
         if cut and found.holds:
             # Data that the proof did not see may be of another kind: other masks, losses that were zero.
             found = self._tried(lambda: self._step.look(data, pieces)) or found
@@ -62,15 +64,27 @@ class Proving:
             return None
         return self._tried(lambda: self._step.look(data, pieces, again=True))
 
-    def _recalled(self, key: str | None) -> Exactness | None:
-        known = None if key is None or self._proofs is None else self._proofs.recall(key)
-        if known is None:
+    def _key(self, data: Any, cut: bool) -> str | None:
+        """What the proof is remembered by; `None` where it is not."""
+        if self._proofs is None:
             return None
-        try:
-            self._step.learnt = known["learnt"]
-            return Exactness(known["word"], tuple(known["why"]))
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return None  # Not what this version writes: prove it anew.
+        with optional("Looking for an earlier proof"):
+            return self._proofs.key(data, cut, self._step.recompute)
+        return None
+
+    def _recalled(self, key: str | None) -> Exactness | None:
+        if key is None or self._proofs is None:
+            return None
+        with optional("Reading an earlier proof"):
+            known = self._proofs.recall(key)
+            if known is None:
+                return None
+            try:
+                self._step.learnt = known["learnt"]
+                return Exactness(known["word"], tuple(known["why"]))
+            except (KeyError, TypeError, ValueError, AttributeError):
+                pass  # Not what this version writes: prove it anew.
+        return None
 
     def _made(self, data: Any, pieces: int) -> Exactness:
         piece = largest_piece(self._step.batch_size(data), pieces)
@@ -80,7 +94,7 @@ class Proving:
             found = self._tried(lambda samples=samples: self._step.prove(data, samples, pieces > 1))
             if found is not None:
                 if (seconds := time.perf_counter() - began) > _LONG:
-                    self._say(f"it took {seconds:.0f} s to prove whether this is the same training; that is done once")
+                    self._say(f"Proving that this is the same training took {seconds:.0f} s; that is done once.")
                 return found
         return Exactness("not exact", ("there was too little memory to prove that it is",))
 
@@ -93,7 +107,6 @@ class Proving:
             raise  # A model that cannot be cut at all is refused, whatever is allowed.
         except Exception as error:
             if self._memory.shortage(error) is None:
-                reason = (str(error).strip().splitlines() or [""])[0]
-                return Exactness("not exact", (f"the proof could not run ({type(error).__name__}: {reason})",))
+                return Exactness("not exact", (f"the proof could not run ({in_a_line(error)})",))
         self._memory.release()
         return None

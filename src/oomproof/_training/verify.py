@@ -1,4 +1,4 @@
-"""verify: is a micro-batched step the same as a full-batch one, for this model and this data?"""
+"""`verify`: is a step in pieces the same as a step on the whole batch, for this model and this data?"""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ def verify(model: Any, x: Any, y: Any = None, *, micro_batch_size: int, sample_w
     """Compares a training step in pieces with the same step on the whole batch, by everything a step writes.
 
     Nothing is trained: no weight, statistic, metric or seed changes. Random layers draw the same numbers in pieces as
-    in the whole batch; where training in pieces could not do that, the outcome says so.
+    in the whole batch. Where training in pieces cannot do that, the outcome says so.
 
     Args:
-        model: A compiled model.
+        model: A compiled Keras model.
         x: Inputs of one batch, small enough to run whole.
-        y: Targets.
-        micro_batch_size: Samples at a time; fewer than the batch has.
+        y: Targets of the batch.
+        micro_batch_size: The most samples to run at a time; fewer than the batch has.
         sample_weight: Weights of the samples.
 
     Returns:
-        A `Verification`: exact or what breaks it, and the difference per variable. True when it is exact, at least but
-        for random numbers.
+        A `Verification`: whether it is exact, what breaks it, and the difference in each variable. It is true if it is
+        exact, or exact but for random numbers.
+
+    Raises:
+        UnsupportedModelError: If the model has its own `train_step`, or batches of it cannot be cut.
+        TypeError: If `micro_batch_size` is not an int.
+        ValueError: If the model is not compiled, or `micro_batch_size` is not smaller than the batch.
 
     Example:
 

@@ -87,7 +87,11 @@ def statistics_caveat(model: Any) -> tuple[str, ...]:
         return ()
     names = ", ".join(layer.path or layer.name for layer in found[:3])
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return (f"BatchNormalization ({names}{more}) normalises with the statistics of each piece",)
+    return (caveat_of_statistics(f"BatchNormalization ({names}{more})"),)
+
+
+def caveat_of_statistics(layer: str) -> str:
+    return f"{layer} normalises with the statistics of each piece"
 
 
 def own_modules(thing: Any) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from keras import tree
 from keras.src import backend as keras_backend
 
 from oomproof._backends.common.engine import Engine
+from oomproof._backends.pieces import piece_bounds
 from oomproof.errors import UnsupportedModelError
 
 _WHAT_TO_DO = """\
@@ -104,9 +104,9 @@ def predicted(
         pieces: Number of pieces.
         join: Puts tensors one behind the other.
     """
-    bounds = [index * batch_size // pieces for index in range(pieces + 1)]
-    sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
-    parts = [compute(start, size) for start, size in zip(bounds, sizes, strict=False)]
+    bounds = piece_bounds(batch_size, pieces)
+    sizes = [stop - start for start, stop in bounds]
+    parts = [compute(start, stop - start) for start, stop in bounds]
     for part, size in zip(parts, sizes, strict=True):
         check_rows(tensors_in(part), size)
     if any(

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 from keras import tree
 
-from oomproof._backends.base import RunBatch
+from oomproof._backends.base import RunBatch, Traits
 from oomproof._backends.common.keras_functions import (
     FUNCTIONS,
     batch_size_of,
@@ -43,6 +43,7 @@ from oomproof._version import __version__
 
 class JaxBackend:
     name = "jax"
+    traits = Traits(compiles_by_default=True, measures_peaks=False, prefetches_batch=True)
 
     def __init__(self) -> None:
         self._memory: JaxMemory | None = None

@@ -23,6 +23,7 @@ from oomproof._backends.common.predictions import insist
 from oomproof._backends.common.recompute import recomputing
 from oomproof._backends.jax.draws import JaxRandom
 from oomproof._backends.jax.host_batches import is_on_host, to_device
+from oomproof._backends.pieces import largest_piece
 
 
 class JaxEngine(RandomNumbers):
@@ -116,7 +117,7 @@ class JaxEngine(RandomNumbers):
         return results, gradients, by_input
 
     def over_pieces(self, piece: Piece, batch_size: Any, count: Any, state: list[Any]) -> Outcome:
-        size = -(-batch_size // count)
+        size = largest_piece(batch_size, count)
         whole, rest = divmod(batch_size, size)
         largest = overwritten(self.model.trainable_weights)
         outcome = (_scanned if tracing() else _looped)(piece, whole, size, state, largest)

@@ -15,6 +15,7 @@ from oomproof._backends.common.engine import Outcome, PendingWrites
 from oomproof._backends.common.model import first_tensor
 from oomproof._backends.common.own_loss import check_have_gradients, loss_of, own_loss
 from oomproof._backends.jax.engine import JaxEngine, tracing
+from oomproof._backends.pieces import piece_count
 
 # Programs of loss functions that are decorated with jax.jit, so that a loop compiles each of them once.
 _programs: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -87,7 +88,7 @@ def _compute(
     has_aux: bool,
 ) -> Any:
     batch_size = first_tensor(data).shape[0]
-    count = 1 if micro_batch_size is None else -(-batch_size // micro_batch_size)
+    count = piece_count(batch_size, micro_batch_size)
     engine = _OwnLoop()
     # Counters such as random seeds go on from piece to piece; other state is averaged.
     carried = [jnp.issubdtype(value.dtype, jnp.integer) for value in before]

@@ -32,6 +32,7 @@ from oomproof._backends.jax.device import JaxMemory
 from oomproof._backends.jax.engine import JaxEngine
 from oomproof._backends.jax.pending_steps import PendingStep
 from oomproof._backends.jax.state import LiveState, live_state
+from oomproof._backends.pieces import piece_count
 from oomproof._records.run import Phase
 
 # For programs that run once, the quickest to compile first. Which of these options there are depends on the version.
@@ -174,7 +175,7 @@ class JaxStep(ModelStep):
         if phase != "predict":
             self._examine(data)
         self._learn_draws(data, training=phase == "train")
-        few, pieces = data, -(-self.batch_size(data) // samples)
+        few, pieces = data, piece_count(self.batch_size(data), samples)
         if phase == "predict" or self._eager:
             few, pieces = self.engine.take(data, 0, samples), 1
         if phase == "train":

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from oomproof._backends.base import RunBatch
+from oomproof._backends.base import RunBatch, Traits
 from oomproof._backends.common.keras_functions import batch_size_of, pulled, put_in_place, samples_in, taken_away
 from oomproof._backends.common.model import check_has_no_own_step
 from oomproof._backends.common.recompute import recomputing
@@ -39,6 +39,13 @@ _same_specs: dict[str, Any] = {}
 
 class TensorFlowBackend:
     name = "tensorflow"
+    traits = Traits(
+        uncompiled_mode="graph",
+        compiles_on_gpu_only=True,
+        offers_xla=True,
+        update_waits=True,
+        sparse_gradients=True,
+    )
 
     def versions(self) -> dict[str, str]:
         return {"oomproof": __version__, "keras": keras.__version__, "tensorflow": tf.__version__}

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras import tree
 
 from oomproof._backends.common.engine import Outcome, Piece
+from oomproof._backends.pieces import largest_piece, piece_bounds, piece_count
 
 
 def size_of(leaf: Any) -> Any:
@@ -119,7 +120,7 @@ def over_pieces(
             return start, (index + 1) * batch_size // count - start
 
         return _in_graph(piece, count, bounds, state, largest)
-    size = -(-batch_size // count)
+    size = largest_piece(batch_size, count)
     whole, rest = divmod(batch_size, size)
     outcome = _in_graph(piece, whole, lambda index: (index * size, size), state, largest)
     if rest:
@@ -130,10 +131,8 @@ def over_pieces(
 
 def _eagerly(piece: Piece, batch_size: int, count: int, state: list[Any], largest: Collection[int]) -> Outcome:
     outcome: Outcome | None = None
-    for index in range(count):
-        start = index * batch_size // count
-        size = (index + 1) * batch_size // count - start
-        last = piece(start, size, state if outcome is None else outcome.state)
+    for start, stop in piece_bounds(batch_size, count):
+        last = piece(start, stop - start, state if outcome is None else outcome.state)
         outcome = last if outcome is None else _join(outcome, last, largest)
     assert outcome is not None
     return outcome
@@ -201,7 +200,7 @@ def number_of_pieces(batch_size: Any, count: Any, static: bool) -> Any:
     """How many pieces `over_pieces` really makes: under XLA they are all of one size but for the last."""
     if not static or tf.executing_eagerly():
         return count
-    return -(-batch_size // -(-batch_size // count))
+    return piece_count(batch_size, largest_piece(batch_size, count))
 
 
 def _widened(gradient: Any) -> Any:

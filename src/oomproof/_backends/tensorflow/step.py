@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import keras
 import numpy as np
@@ -34,6 +34,13 @@ from oomproof._records.units import tensor_bytes
 _LOOKED_UP = 5
 
 logger = logging.getLogger("oomproof")
+
+
+class _Task(NamedTuple):
+    """What a program computes, and whether it writes what a step writes beside weights: statistics, metrics, seeds."""
+
+    computes: Literal["update", "gradients", "test", "predict"]
+    writes: bool = True
 
 
 class TensorFlowStep(ModelStep):
@@ -106,8 +113,8 @@ class TensorFlowStep(ModelStep):
     def _train(self, data: Any, pieces: int, lean: bool, spec: Any) -> Any:
         in_place = _writes_cannot_wait(self.model.optimizer)
         if not lean and not in_place:
-            return self._run("fused", data, pieces, spec)
-        gradients, pending, logs = self._run("gradients", data, pieces, spec)
+            return self._run(_Task("update"), data, pieces, spec)
+        gradients, pending, logs = self._run(_Task("gradients"), data, pieces, spec)
         apply = self._apply
         if in_place and not lean and not self._eager:
             # Op by op takes the least memory; what must be in place anyway runs as Keras runs it.
@@ -124,21 +131,21 @@ class TensorFlowStep(ModelStep):
         if pieces > 1:
             self._examine(data)
             self._learn_draws(data, training=False)
-        return self._run("test", data, pieces, spec)
+        return self._run(_Task("test"), data, pieces, spec)
 
     def predict(self, data: Any, pieces: int, spec: Any = None) -> Any:
         if pieces == 1:
-            return self._run("predict", data, 1, spec)
+            return self._run(_Task("predict"), data, 1, spec)
         self._learn_draws(data, training=False)
         batch_size, random = self.batch_size(data), False in self.draws.random
 
         def outputs(start: int, size: int) -> Any:
             piece = take(data, start, size)
             # Each from the seeds as they are now: they are as after the whole batch when the last one is done.
-            kind = "try predict" if random and start + size < batch_size else "predict"
+            task = _Task("predict", writes=not random or start + size == batch_size)
             within = (start, batch_size) if random else ()
             # Straight to the host: the predictions of the whole batch need not be on the device at once.
-            return tree.map_structure(_to_host, self._run(kind, piece, 1, self._open_spec(piece), within=within))
+            return tree.map_structure(_to_host, self._run(task, piece, 1, self._open_spec(piece), within=within))
 
         return predicted(outputs, batch_size, pieces, _concat)
 
@@ -147,9 +154,10 @@ class TensorFlowStep(ModelStep):
         if phase != "predict":
             self._examine(data)
         self._learn_draws(data, training=phase == "train")
-        kind = {"train": "gradients", "test": "try test", "predict": "try predict"}[phase]
+        # Gradients write nothing by themselves, so training goes on with the program that is traced here.
+        task = _Task("gradients") if phase == "train" else _Task(phase, writes=False)
         with unchanged(self._outside or ()):
-            self._run(kind, few, 1, self._open_spec(few), split=phase == "train")
+            self._run(task, few, 1, self._open_spec(few), split=phase == "train")
 
     def _examine(self, data: Any) -> None:
         self._written_outside(data)
@@ -251,13 +259,13 @@ class TensorFlowStep(ModelStep):
 
     @refusing
     def _run(
-        self, kind: str, data: Any, pieces: int, spec: Any, split: bool = False, within: tuple[int, ...] = ()
+        self, task: _Task, data: Any, pieces: int, spec: Any, split: bool = False, within: tuple[int, ...] = ()
     ) -> Any:
         """Runs a program. `within` is where the data begins in the batch that it is a part of, and that one's size."""
         split = split or pieces > 1
         self.engine.from_host = split and not self._xla and all(on_host(leaf) for leaf in batch_leaves(data))
         if self._eager:
-            result, writes = self._compute(kind, data, pieces, split, within=within)
+            result, writes = self._compute(task, data, pieces, split, within=within)
             commit(writes, tree.flatten(result))
             return result
         # XLA needs to know sizes: one program per number of pieces, traced for the sizes at hand.
@@ -265,7 +273,7 @@ class TensorFlowStep(ModelStep):
         open_size = compiled_split and spec is not None and first_tensor(unpack(spec)[0]).shape[0] is None
         numbers = within or (pieces,)
         inputs = tuple(map(_number, numbers[:-1] if self._xla else numbers))
-        program = self._program(kind, split, bool(within), numbers[-1] if self._xla else None, open_size)
+        program = self._program(task, split, bool(within), numbers[-1] if self._xla else None, open_size)
         if spec is None or compiled_split or (self._xla and within):
             return program(data, *inputs)
         # Looking a program up by its spec takes longer than a small step, so remember what was found.
@@ -274,9 +282,9 @@ class TensorFlowStep(ModelStep):
             self._traced[key] = (spec, program.get_concrete_function(spec, *inputs))
         return self._traced[key][1](data, *inputs)
 
-    def _program(self, kind: str, split: bool, within: bool, constant: int | None, open_size: bool) -> Any:
+    def _program(self, task: _Task, split: bool, within: bool, constant: int | None, open_size: bool) -> Any:
         """A program of the data and of `within` or the number of pieces, whose last number may be a constant of it."""
-        key = (kind, split, within, constant, open_size, self.engine.from_host)
+        key = (task, split, within, constant, open_size, self.engine.from_host)
         if key not in self._programs:
             relaxed = not (self._xla and (split or within))
             places: list[tuple[Any, str]] = []
@@ -285,7 +293,7 @@ class TensorFlowStep(ModelStep):
                 numbers = inputs if constant is None else (*inputs, constant)
                 pieces, place = (1, numbers) if within else (numbers[0], ())
                 with self.as_traced():
-                    result, writes = self._compute(kind, data, pieces, split, open_size, place)
+                    result, writes = self._compute(task, data, pieces, split, open_size, place)
                 places[:] = [(variable, how) for variable, how, _ in writes]
                 return result, [value for *_, value in writes]
 
@@ -304,15 +312,15 @@ class TensorFlowStep(ModelStep):
         return self._programs[key]
 
     def _compute(
-        self, kind: str, data: Any, pieces: Any, split: bool, open_size: bool = False, within: tuple[Any, ...] = ()
+        self, task: _Task, data: Any, pieces: Any, split: bool, open_size: bool = False, within: tuple[Any, ...] = ()
     ) -> tuple[Any, list[tuple[Any, str, Any]]]:
         """What a program returns, and what it is to write."""
         phases = Phases(self.model, self.engine, self._added_losses, open_size)
         scope: PendingWrites
         with self.engine.scope() as scope:
-            training = kind in ("fused", "gradients")
+            training = task.computes in ("update", "gradients")
             gradients: Sequence[Any] = ()
-            if "predict" in kind:
+            if task.computes == "predict":
                 logs = self._outputs(unpack(data)[0], within)
             elif split:
                 gradients, logs = phases.split(data, pieces, training)
@@ -320,13 +328,13 @@ class TensorFlowStep(ModelStep):
                 gradients, logs = phases.whole(data, training)
             # A metric may return its variable: what counts is the value that is pending.
             logs = tree.map_structure(lambda log: log.value if isinstance(log, keras.Variable) else log, logs)
-            if kind == "fused" and gradients:
+            if task.computes == "update" and gradients:
                 apply_gradients(self.model.optimizer, gradients, self.model.trainable_weights, scope)
-            if kind == "gradients":
+            if task.computes == "gradients":
                 pending = scope.pending()
                 self._pending[split] = [variable for variable, _ in pending]
                 return (list(gradients), [value for _, value in pending], logs), []
-        return logs, [] if kind.startswith("try") else scope.writes()
+        return logs, scope.writes() if task.writes else []
 
     def _outputs(self, x: Any, within: tuple[Any, ...]) -> Any:
         if not within:

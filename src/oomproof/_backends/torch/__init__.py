@@ -15,7 +15,7 @@ import torch
 from keras import tree
 from keras.src.backend.torch import trainer as keras_trainer
 
-from oomproof._backends.base import RunBatch
+from oomproof._backends.base import RunBatch, Traits
 from oomproof._backends.common.keras_functions import (
     FUNCTIONS,
     batch_size_of,
@@ -40,6 +40,13 @@ from oomproof.errors import UnsupportedModelError
 
 class TorchBackend:
     name = "torch"
+    traits = Traits(
+        compiles_each_size=False,
+        traces_are_exact=True,
+        pieces_wait_on_host=True,
+        gradients_add_in_place=True,
+        updates_at_once=True,
+    )
 
     def versions(self) -> dict[str, str]:
         return {"oomproof": __version__, "keras": keras.__version__, "torch": torch.__version__}

@@ -13,6 +13,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from oomproof._backends.common.own_loss import check_have_gradients, own_loss
 from oomproof._backends.common.step import batch_leaves
+from oomproof._backends.pieces import piece_bounds, piece_count
 from oomproof._backends.torch.engine import size_of, take
 from oomproof._backends.torch.untracked import generators
 from oomproof._backends.torch.writes import Gradients, PendingWrites, settled, write
@@ -25,12 +26,10 @@ def full_batch_gradients(
     check_have_gradients(variables)
     leaves = [variable._value if isinstance(variable, keras.Variable) else variable for variable in variables]
     size = size_of(batch_leaves(data)[0])
-    pieces = 1 if micro_batch_size is None else -(-size // micro_batch_size)
+    pieces = piece_count(size, micro_batch_size)
     with torch.no_grad(), _numbers_again_on_failure(), _own_gradients_kept(leaves):
         totals = _Totals(leaves, has_aux)
-        for index in range(pieces):
-            start = index * size // pieces
-            stop = (index + 1) * size // pieces
+        for start, stop in piece_bounds(size, pieces):
             totals.add(loss_fn, take(data, start, stop - start), stop - start, (stop - start) / size)
         loss = ops.divide_no_nan(totals.loss, totals.normaliser)
         gradients = [_divided(gradient, totals.normaliser) for gradient in totals.gradients.taken()]

@@ -12,7 +12,7 @@ from keras import tree
 from torch._dynamo.exc import TorchDynamoException
 
 from oomproof._backends.common.draws import Draw, Rows
-from oomproof._backends.common.model import seed_variables, unpack, written_by_update
+from oomproof._backends.common.model import caveat_of_statistics, seed_variables, unpack, written_by_update
 from oomproof._backends.common.predictions import predicted
 from oomproof._backends.common.proving import StepValues
 from oomproof._backends.common.step import ModelStep
@@ -124,7 +124,7 @@ class TorchStep(ModelStep):
             for module in self.engine.outside.modules()
             if isinstance(module, torch.nn.modules.batchnorm._NormBase)
         }
-        found = tuple(f"torch's {kind} normalises with the statistics of each piece" for kind in sorted(kinds))
+        found = tuple(caveat_of_statistics(f"torch's {kind}") for kind in sorted(kinds))
         return super().caveats() + found
 
     def step_values(self, data: Any, pieces: int) -> StepValues:

@@ -36,7 +36,7 @@ def why_not(question: Question) -> str | None:
         return "it runs small steps on the device at hand, and the memory of that one cannot be measured"
     if question.gpu != here:
         return f"it runs small steps on the device at hand, {memory.describe()}, which is not the one asked about"
-    if question.backend.name == "jax":
+    if not question.backend.traits.measures_peaks:
         return 'JAX does not tell the peak of a step; XLA plans it, and engine="compile" asks XLA'
     if question.workload.recompute:
         return "it runs the model as it is, and segments of it were to be recomputed"
@@ -65,16 +65,16 @@ def answer(question: Question) -> Answer:
         )
     sizes = sizes[: len(peaks)]
     expected, doubt = _line(sizes, peaks, batch_size)
-    notes = [f"real steps were run with batches of {', '.join(map(str, sizes))} on {memory}"]
+    notes = [f"ran real steps with batches of {', '.join(map(str, sizes))} on {memory}"]
     if batch_size in sizes:
         doubt = 0
     elif whole is not None:
         expected, doubt = whole, 0
-        notes = [f"the step itself was run on {memory}"]
+        notes = [f"ran the step itself on {memory}"]
     elif tried:
         # It is more than there is, whatever the line says.
         expected = max(expected, (memory.limit or 0) + 1)
-        notes.append(f"a batch of {batch_size} was tried and ran out of memory")
+        notes.append(f"a batch of {batch_size} ran out of memory")
     return Answer(
         trace,
         peak=int(expected),

@@ -73,14 +73,18 @@ def remember(name: str, plan: Plan) -> None:
 
 
 def write(path: pathlib.Path, data: dict[str, Any]) -> None:
-    """Whole or not at all: two runs may write the same file at once."""
+    """Whole or not at all: two runs, or two threads of one, may write the same file at once."""
+    text, part = json.dumps(data), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
-            part.write(json.dumps(data))
-        pathlib.Path(part.name).replace(path)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+            part = pathlib.Path(file.name)
+            file.write(text)
+        part.replace(path)
     except OSError as error:
         logger.debug(f"oomproof: {path.name} is not remembered: {error}")
+        if part is not None:
+            part.unlink(missing_ok=True)
 
 
 def forget() -> int:

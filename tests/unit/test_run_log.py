@@ -7,8 +7,8 @@ import pytest
 from oomproof._machine import host
 from oomproof._records.plan import Plan
 from oomproof._records.run import Device
-from oomproof._training import events
-from oomproof._training.events import Journal
+from oomproof._training import run_log
+from oomproof._training.run_log import RunLog
 
 GIB = 2**30
 
@@ -25,7 +25,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(host, "resident", resident)
     monkeypatch.setattr(host, "available", lambda: state["available"])
     monkeypatch.setattr(host, "total", lambda: state["total"])
-    monkeypatch.setattr(events.time, "perf_counter", lambda: state["now"])
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: state["now"])
     return state
 
 
@@ -34,7 +34,7 @@ def recorded(kept):
 
 
 def test_the_most_that_was_held_is_in_the_run(machine):
-    kept = Journal()
+    kept = RunLog()
     for held in (2, 5, 3):
         machine["resident"] = held * GIB
         kept.finished("train", 64)
@@ -45,7 +45,7 @@ def test_the_most_that_was_held_is_in_the_run(machine):
 
 
 def test_the_host_is_not_read_after_every_step(machine):
-    kept = Journal()
+    kept = RunLog()
     for _ in range(1000):
         kept.finished("train", 64)
         machine["now"] += 0.01
@@ -53,7 +53,7 @@ def test_the_host_is_not_read_after_every_step(machine):
 
 
 def test_a_host_that_is_nearly_full_is_said_once_with_its_numbers(machine):
-    kept = Journal()
+    kept = RunLog()
     for left in (6, 0.5, 0.4):
         machine["available"] = int(left * GIB)
         machine["resident"] = 13 * GIB
@@ -61,13 +61,13 @@ def test_a_host_that_is_nearly_full_is_said_once_with_its_numbers(machine):
         machine["now"] += 5
     (event,) = recorded(kept).events
     assert (event.kind, event.free) == ("note", GIB // 2)
-    for said in ("512 MiB of 16.0 GiB left", "holds 13.0 GiB", "oomproof.data.audit"):
+    for said in ("512 MiB of 16.0 GiB left", "13.0 GiB held by this process", "oomproof.data.audit"):
         assert said in event.message
 
 
 def test_a_host_that_does_not_tell_is_no_trouble(machine):
     machine.update(resident=None, available=None, total=None)
-    kept = Journal()
+    kept = RunLog()
     kept.finished("train", 64)
     assert recorded(kept).host_peak is None
     assert recorded(kept).events == ()

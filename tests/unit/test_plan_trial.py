@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomproof._planning import check as plan_looks
+from oomproof._planning import trial
 from oomproof._records.plan import Alternative, Plan
 from oomproof._records.trace import Buffer, Op, Trace
 from oomproof.errors import CannotFitError
 
 GIB = 2**30
 LIMIT = 10 * GIB
-ROOM = LIMIT / plan_looks._BEYOND_TRACE
+ROOM = LIMIT / trial._BEYOND_TRACE
 PAGE = 20 * 2**20
 
 
@@ -40,7 +40,7 @@ class Planner:
         return Trace("expandable", (Op("op", "forward", ""),), (Buffer(size, 0, 0, "temporary", ""),))
 
     def make(self, least=0):
-        return plan_looks.looked_at(plan_looks.MARGIN, LIMIT, self.fastest, self.trace_of, lambda plan: least)
+        return trial.fastest_tried(trial.MARGIN, LIMIT, self.fastest, self.trace_of, lambda plan: least)
 
 
 def test_a_plan_that_fills_the_room_is_taken_at_once():
@@ -54,7 +54,7 @@ def test_where_it_takes_less_than_predicted_a_faster_one_is_found():
     planner = Planner(off=0.8)
     plan = planner.make()
     assert len(planner.looks) == 2
-    assert plan_looks._FULL * ROOM < plan.predicted <= ROOM
+    assert trial._FULL * ROOM < plan.predicted <= ROOM
     # What is said is what was seen, in the table, too.
     assert plan.predicted == pytest.approx(0.8 * planner.looks[-1].predicted, rel=1e-6)
     assert [row.predicted for row in plan.alternatives] == [plan.predicted]
@@ -116,9 +116,9 @@ def test_what_a_plan_takes_anyway_counts():
 
 def test_a_plan_that_takes_too_much_anyway_is_not_seen_to_fit():
     planner = Planner(off=0.7)
-    first = planner.fastest(plan_looks.MARGIN).micro_batch_size
-    plan = plan_looks.looked_at(
-        plan_looks.MARGIN,
+    first = planner.fastest(trial.MARGIN).micro_batch_size
+    plan = trial.fastest_tried(
+        trial.MARGIN,
         LIMIT,
         planner.fastest,
         planner.trace_of,

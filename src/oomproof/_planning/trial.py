@@ -27,7 +27,7 @@ _WANTED = 0.97
 _FULL = 0.93
 
 
-def looked_at(
+def fastest_tried(
     margin: float,
     limit: float,
     fastest: Callable[[float], Plan],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 from oomproof._machine import host
@@ -10,6 +11,7 @@ from oomproof._records.exactness import Exactness
 from oomproof._records.plan import Plan
 from oomproof._records.run import Device, Event, EventKind, Phase, Run
 from oomproof._records.units import format_bytes
+from oomproof._training.helpers import optional
 
 logger = logging.getLogger("oomproof")
 
@@ -19,11 +21,15 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 _LITTLE, _LITTLE_BYTES = 0.05, 2 * 2**30
 
 
-class Journal:
-    """Events, counts and the peaks of one run."""
+class RunLog:
+    """Events, counts and peaks of one run after another."""
 
     def __init__(self) -> None:
-        self.silent = False
+        self.start(silent=False)
+
+    def start(self, silent: bool) -> None:
+        """A new run begins."""
+        self.silent = silent
         self.epoch: int | None = None
         self.peak: int | None = None
         self.host_peak: int | None = None
@@ -40,16 +46,23 @@ class Journal:
         now = time.perf_counter()
         if now < self._next_look:
             return
-        self._next_look = now + _SECONDS_BETWEEN_LOOKS
+        # Not looked at again in this run if it fails.
+        self._next_look = math.inf
+        with optional("Watching the host's memory"):
+            self._look_at_host(phase, batch_size)
+            self._next_look = now + _SECONDS_BETWEEN_LOOKS
+
+    def _look_at_host(self, phase: Phase, batch_size: int) -> None:
         held, left, total = host.resident(), host.available(), host.total()
         if held is not None:
             self.host_peak = max(self.host_peak or 0, held)
         if left is not None and total and left < min(_LITTLE * total, _LITTLE_BYTES) and not self._warned:
             self._warned = True
-            ours = "" if held is None else f", this process holds {format_bytes(held)}"
+            ours = "" if held is None else f", {format_bytes(held)} held by this process"
             message = (
-                f"the host's memory is nearly full: {format_bytes(left)} of {format_bytes(total)} left{ours}. Before "
-                "the kernel ends it: oomproof.data.audit(dataset) says what data holds, oomproof.data.tune takes less"
+                f"The host is nearly out of memory: {format_bytes(left)} of {format_bytes(total)} left{ours}. Before "
+                "the kernel kills the process, see what your data holds (oomproof.data.audit) and make it hold less "
+                "(oomproof.data.tune)."
             )
             self.note("note", phase, batch_size, message, free=left)
 
@@ -66,6 +79,7 @@ class Journal:
         free: int | None = None,
         seconds: float = 0.0,
     ) -> None:
+        """Keeps an event, and says it."""
         message = f"oomproof: {message}"
         step = self.steps[phase]
         self._events.append(
@@ -96,15 +110,3 @@ class Journal:
             events=tuple(self._events),
             exactness=self.exactness,
         )
-
-
-def reason(kind: EventKind, needed: int | None, free: int | None) -> str:
-    """Why a batch runs in other pieces than before, with the numbers that are known."""
-    room = "an unknown amount free" if free is None else f"{format_bytes(free)} free"
-    if kind == "grow":
-        return room
-    if needed is None:
-        return f"ran out of memory, {room}"
-    if kind == "plan":
-        return f"whole it would need {format_bytes(needed)}, {room}"
-    return f"{'needed' if kind == 'oom' else 'would need'} {format_bytes(needed)}, {room}"

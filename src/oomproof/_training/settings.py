@@ -1,4 +1,4 @@
-"""What the driver is asked to do, and what it knows of the batches it runs."""
+"""What a driver is asked to do."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from oomproof._backends.pieces import largest_piece
 from oomproof._records.plan import Plan
-from oomproof._records.run import Device, Phase
-from oomproof._training.recover import Evidence
+from oomproof._records.run import Device
 
 # (batch, device, bytes there are for model and step, caution) -> a plan, or `None` where nothing can be said.
 Propose = Callable[[Any, Device, int, float], Plan | None]
@@ -47,31 +45,3 @@ class Settings:
     start: Plan | None = None
     propose: Propose | None = None
     proofs: Proofs | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """A logical batch: `size` samples of `unit` bytes each."""
-
-    phase: Phase
-    data: Any
-    spec: Any
-    size: int
-    unit: int
-
-    @property
-    def bytes(self) -> int:
-        return self.size * self.unit
-
-    def volume(self, pieces: int) -> int:
-        return largest_piece(self.size, pieces) * self.unit
-
-
-@dataclasses.dataclass
-class Sizing:
-    """What is known of one phase, and the volume a piece may have at most (`None`: no limit yet)."""
-
-    evidence: Evidence = dataclasses.field(default_factory=Evidence)
-    volume: int | None = None
-    may_grow: bool = False
-    quickest: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)

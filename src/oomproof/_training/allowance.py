@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from oomproof._backends.base import DeviceMemory, MemoryUse
-from oomproof._training import messages, recover
+from oomproof._training import messages, piece_sizes
 
 
-class Gauge:
-    """Reads a device's memory against a budget.
+class Allowance:
+    """What a training may use of a device's memory.
 
     Args:
         memory: The device's.
@@ -27,7 +27,7 @@ class Gauge:
             raise messages.budget_cannot_be_held(budget, self.device, memory.advice)
         self.limit = self.device.limit if budget is None else budget
         self.measurable = self.device.measurable and self.limit is not None
-        self.headroom = recover.HEADROOM if budget is None else recover.BUDGET_HEADROOM
+        self.headroom = piece_sizes.HEADROOM if budget is None else piece_sizes.BUDGET_HEADROOM
         self._resting = 0
 
     def free(self) -> int:
@@ -37,13 +37,13 @@ class Gauge:
     def taken(self) -> int:
         return self._use().current
 
-    def begin(self) -> int:
+    def watch(self) -> int:
         """From here on the peak counts. Returns what is in use."""
         self._memory.reset_peak()
         return self.taken()
 
-    def end(self) -> int:
-        """The peak since `begin`."""
+    def peak(self) -> int:
+        """The peak since `watch`."""
         use = self._use()
         self._resting = use.current
         return use.peak

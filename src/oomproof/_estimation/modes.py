@@ -1,0 +1,32 @@
+"""How a step is compiled, as Keras decides it on a machine with a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras.src.trainers.trainer import model_supports_jit
+
+from oomproof._backends.base import Backend
+from oomproof._machine import gpus
+
+
+def is_compiled(model: Any, backend: Backend) -> bool:
+    """Whether Keras compiles the step on a machine with a GPU."""
+    if model.run_eagerly:
+        return False
+    if backend.traits.compiles_on_gpu_only and gpus.local() is None:
+        return bool(model_supports_jit(model))
+    return bool(model.jit_compile)
+
+
+def notes_on_jit(model: Any, backend: Backend) -> tuple[str, ...]:
+    """A model saved by TensorFlow without a GPU asks for no compilation, which is then taken at its word."""
+    if not backend.traits.compiles_by_default or not model.compiled or model.jit_compile or model.run_eagerly:
+        return ()
+    return ("jit_compile=False, as in files saved by TensorFlow without a GPU: runs op by op. --jit compiles it.",)
+
+
+def mode_of(backend: Backend, compiled: bool, model: Any) -> str:
+    if compiled:
+        return "compiled"
+    return "eager" if model.run_eagerly else backend.traits.uncompiled_mode

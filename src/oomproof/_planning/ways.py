@@ -1,0 +1,160 @@
+"""Ways to compute a step, and what each takes: bytes and time of pieces of any size, from the segments of one step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+
+from oomproof._backends.pieces import piece_count
+from oomproof._planning import remat
+from oomproof._records.trace import Chain, Segment
+
+# Where the estimate and the sum of the parts differ by more, the parts miss the moment of the peak.
+_FAR_OFF = 4
+# What recomputing everything adds to the time the host takes: on torch, two thirds of what was there.
+_STARTED_AGAIN = 0.66
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A step compiled and computed in a certain way.
+
+    Attributes:
+        jit: Whether it is compiled with XLA.
+        own: Whether this is how the user compiled the model.
+        precision: Dtype policy it computes with.
+        exact: Whether it computes what the user's own way does.
+        chain: What the step is made of.
+        speed: Time of its plain step, as a multiple of that of the user's own way.
+        piece_cost: Time that each piece beyond the first adds, as a share of its plain step's.
+        forward_share: Time of its forward pass, as a share of its plain step's.
+        host: Time the host takes to start everything in a plain step, as a multiple of the device's; 0 where nothing
+            is started one by one.
+        run_cost: Time to begin a run of segments again, as a share of that of its plain step's forward pass.
+        equal_pieces_only: Whether numbers of pieces are powers of two.
+        adds_up: Whether the gradients of a piece are made beside the sum over pieces, not in it.
+        batch_on_device: The part of the batch that is on the device, for all samples, while its pieces run.
+        commit: Bytes of new values that are made beside the old ones before they take their place.
+    """
+
+    jit: bool
+    own: bool
+    precision: str
+    exact: bool
+    chain: Chain
+    speed: float
+    piece_cost: float
+    forward_share: float = 1 / 3
+    host: float = 0.0
+    run_cost: float = 0.0
+    equal_pieces_only: bool = False
+    adds_up: bool = True
+    batch_on_device: float = 1.0
+    commit: int = 0
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients of all weights."""
+        return _gradients(self.chain)
+
+    @property
+    def recomputable(self) -> int:
+        """How many of its segments can be recomputed."""
+        return sum(segment.recomputable for segment in self.chain.segments)
+
+    def pieces(self, batch_size: int, micro: int) -> int:
+        """Into how many pieces it cuts a batch for none to have more than `micro` samples."""
+        return piece_count(batch_size, micro, powers_of_two=self.equal_pieces_only)
+
+
+def predict(way: Way, micro: int, batch_size: int, runs: remat.Runs = ()) -> int:
+    """Bytes at the peak of a step in pieces of at most `micro` samples that recomputes `runs` of its segments."""
+    piece = Piece.of(way, micro, batch_size)
+    return piece.predicted(remat.peak(piece.segments, runs))
+
+
+def least(way: Way, batch_size: int) -> int:
+    """Bytes that the update takes, with its new values beside the old ones, however the step is run."""
+    return Piece.of(way, batch_size, batch_size).least
+
+
+def time_of(way: Way, pieces: int, runs: remat.Runs = ()) -> float:
+    """Time of a step, as a multiple of the plain step of the user's own way."""
+    recomputed = sum(way.chain.segments[at].cost for run in runs for at in range(*run)) + way.run_cost * len(runs)
+    device = 1 + way.forward_share * recomputed + way.piece_cost * (pieces - 1)
+    # Pieces are smaller, but there is as much to start in each.
+    host = way.host * pieces * (1 + _STARTED_AGAIN * recomputed)
+    # Host and device wait for each other now and then: longer than the slower of the two, shorter than both.
+    return way.speed * math.hypot(device, host) / math.hypot(1, way.host)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The memory of a step in pieces of a certain size, but for what `remat` chooses.
+
+    Attributes:
+        segments: Of the chain, for a piece.
+        beside: Bytes beside them while they run.
+        updating: Bytes while the optimizer runs.
+        extra: Bytes beside all that, because there is more than one piece.
+        base: The part of the sum that is known well.
+        factor: What the rest is multiplied by, so that the plain step of the chain comes out as it was estimated.
+        least: Bytes while new values are made beside the old ones.
+    """
+
+    segments: tuple[Segment, ...]
+    beside: int
+    updating: int
+    extra: int = 0
+    base: int = 0
+    factor: Fraction = Fraction(1)
+    least: int = 0
+
+    @classmethod
+    def of(cls, way: Way, micro: int, batch_size: int) -> Piece:
+        chain, gradients = way.chain, way.gradients
+        plain = cls._made(chain, chain.batch_size)
+        sum_of_parts = plain.predicted(remat.peak(plain.segments, ()))
+        base, factor = chain.resident + gradients + chain.update, Fraction(0)
+        if sum_of_parts > base:
+            factor = Fraction(chain.peak - base, sum_of_parts - base)
+        if not Fraction(1, _FAR_OFF) <= factor <= _FAR_OFF:
+            base, factor = 0, Fraction(max(1, chain.peak), max(1, sum_of_parts))
+        batch = math.ceil(way.batch_on_device * remat.share(chain.inputs, batch_size, chain.batch_size))
+        rows = remat.share(chain.rows, batch_size, chain.batch_size)  # The update needs those of all pieces.
+        there = chain.resident + gradients + rows + batch
+        least = there + way.commit if way.commit else 0
+        if micro >= batch_size:
+            piece = cls._made(chain, batch_size)
+            return dataclasses.replace(piece, updating=piece.updating + rows, base=base, factor=factor, least=least)
+        piece = cls._made(chain, micro, in_sum=not way.adds_up)
+        extra = (gradients if way.adds_up else 0) + rows + batch
+        return dataclasses.replace(
+            piece, updating=piece.updating + rows, extra=extra, base=base, factor=factor, least=least
+        )
+
+    @classmethod
+    def _made(cls, chain: Chain, samples: int, in_sum: bool = False) -> Piece:
+        """As a step of its own. With `in_sum` the gradients are all there from the beginning, and made nowhere else."""
+        gradients = _gradients(chain)
+        inputs, outside = (remat.share(size, samples, chain.batch_size) for size in (chain.inputs, chain.outside))
+        return cls(
+            segments=remat.scaled(chain.segments, samples, chain.batch_size, with_gradients=not in_sum),
+            beside=chain.resident + inputs + outside + chain.scratch + (gradients if in_sum else 0),
+            updating=chain.resident + gradients + chain.update + inputs,
+        )
+
+    def predicted(self, inside: int) -> int:
+        """Bytes at the peak of the step, from those of its segments."""
+        parts = max(self.updating, self.beside + inside)
+        return max(self.least, self.extra + self.base + math.ceil((parts - self.base) * self.factor))
+
+    def room(self, most: int) -> int:
+        """The most that its segments may take for the peak of the step to be at most `most`."""
+        parts = self.base + math.floor((most - self.extra - self.base) / self.factor)
+        return parts - self.beside if self.updating <= parts and self.least <= most else -1
+
+
+def _gradients(chain: Chain) -> int:
+    return sum(segment.gradients for segment in chain.segments)

@@ -1,0 +1,154 @@
+"""Before a batch is run: plan it, start below a budget, shrink ahead of a failure, grow once an epoch."""
+
+from __future__ import annotations
+
+from oomproof._backends.pieces import largest_piece
+from oomproof._records.plan import Plan
+from oomproof._training import messages, piece_sizes
+from oomproof._training.helpers import optional
+from oomproof._training.probing import probe
+from oomproof._training.training import Batch, Training
+
+# How often a plan is made anew, and by how much it is then taken for too low.
+_REPLANS = 3
+_CAUTION = 1.2
+# A plan that fills more of the room than the first is tried on small pieces, and corrected where they say that it fills
+# more than the second of what is free.
+_TIGHT = 0.8
+_TIGHT_AT_LAST = 0.98
+
+
+class Foresight:
+    """Decides how a batch is run before it is."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        # How often a plan was asked for. It is made before the first step, and again when it was not kept.
+        self._plans = 0
+
+    def before(self, batch: Batch) -> None:
+        training = self._training
+        if batch.phase == "train" and not self._plans:
+            self._plan_first(batch)
+        if training.pieces(batch) > 1:
+            training.check_may_be_cut(batch)
+        if not training.allowance.measurable:
+            return
+        if not training.measured[batch.phase].evidence.needs:
+            if training.settings.budget is not None:
+                self._start_within_budget(batch)
+            return
+        if batch.phase in training.current.may_grow:
+            training.current.may_grow.discard(batch.phase)
+            self._grow(batch)
+        self._shrink(batch)
+
+    # Plans
+
+    def _plan_first(self, batch: Batch) -> None:
+        training = self._training
+        plan = self._plan(batch)
+        if plan is None or plan is training.settings.start:
+            return
+        # Don't grow after one step: the update hides the cost of larger pieces.
+        training.current.may_grow.discard("train")
+        training.note_plan(batch, "plan", plan, batch.size, training.allowance.free())
+        self._try_small(batch, plan)
+
+    def _plan(self, batch: Batch, caution: float = 1.0) -> Plan | None:
+        """Looks for a way to run this batch before it is run, and takes it; `None` where that changes nothing."""
+        self._plans += 1
+        training, start, propose = self._training, self._training.settings.start, self._training.settings.propose
+        if start is not None:
+            return start if training.follow(start, batch) else None
+        if propose is None or not training.allowance.measurable:
+            return None
+        # The model is on the device already, and batches may be, so what is in use counts less their share.
+        room = training.allowance.free() + sum(training.held(batch))
+        with optional("Planning"):
+            plan = propose(batch.data, training.allowance.device, room, caution)
+            return plan if plan is not None and training.follow(plan, batch) else None
+        self._plans = _REPLANS + 1  # What failed once is not asked again.
+        return None
+
+    def _try_small(self, batch: Batch, plan: Plan) -> None:
+        """Tries a plan that leaves little room on small pieces first, and corrects it once if they take more than said.
+
+        What kernels take to work in is known to them alone.
+        """
+        training = self._training
+        if not training.step.tries_are_cheap or training.settings.budget is not None or plan.predicted is None:
+            return
+        held, volume = sum(training.held(batch)), batch.volume(training.pieces(batch))
+        if plan.predicted < _TIGHT * (training.allowance.free() + held) or not training.step.splittable(batch.data):
+            return
+        probe(training, batch, volume)
+        need, free = training.measured["train"].evidence.predict(volume), training.allowance.free()
+        if need is None or need <= _TIGHT_AT_LAST * free:
+            return
+        before = largest_piece(batch.size, training.pieces(batch))
+        corrected = self._plan(batch, caution=max((held + need) / plan.predicted, 1.0))
+        if corrected is not None:
+            training.note_plan(batch, "plan", corrected, before, free)
+
+    def plan_again(self, batch: Batch) -> Plan | None:
+        """After a failure: a plan where none was thought necessary, or a more cautious one where cutting is not exact.
+
+        Where cutting is exact, pieces that are measured are the better answer to a plan that was not kept.
+        """
+        training = self._training
+        if training.settings.start is not None or self._plans > _REPLANS:
+            return None
+        if training.current.is_made and not training.step.caveats():
+            return None
+        return self._plan(batch, caution=_CAUTION**self._plans)
+
+    # Sizes
+
+    def _grow(self, batch: Batch) -> None:
+        training = self._training
+        volume = training.current.volumes.get(batch.phase)
+        if volume is None or volume >= batch.bytes:
+            return
+        evidence, free = training.measured[batch.phase].evidence, training.allowance.free()
+        larger = piece_sizes.larger(evidence, volume, free, batch.bytes, training.allowance.headroom)
+        if larger is not None:
+            training.resize(batch, "grow", larger, free=free)
+
+    def _shrink(self, batch: Batch) -> None:
+        training, measured = self._training, self._training.measured[batch.phase]
+        volume = batch.volume(training.pieces(batch))
+        # A mere bound will do for a budget. Without one, cutting a batch that would have fit is the greater harm.
+        strict = training.settings.budget is not None
+        need, free = measured.evidence.predict(volume, bound=strict), training.allowance.free()
+        # Without a budget a few percent are risked: a needless split costs time in every step, a failure once.
+        if need is None or need <= free * (1.0 if strict else 1.05) or volume <= batch.unit:
+            return
+        if training.step.splittable(batch.data) and (strict or not training.step.caveats()):
+            probe(training, batch, volume)
+            smaller = piece_sizes.smaller(measured.evidence, volume, free, training.allowance.headroom)
+            if smaller is not None:
+                training.resize(batch, "shrink", smaller, needed=need, free=free)
+
+    def _start_within_budget(self, batch: Batch) -> None:
+        """Measures a few small pieces and computes the rest, so that no step goes over the budget."""
+        training, allowance, budget = self._training, self._training.allowance, self._training.settings.budget
+        assert budget is not None
+        resident = training.step.resident()
+        if batch.phase == "train" and sum(resident.values()) > budget:
+            raise messages.budget_below_resident(budget, resident)
+        if not training.step.splittable(batch.data):
+            return
+        probe(training, batch, batch.bytes)
+        evidence, free = training.measured[batch.phase].evidence, allowance.free()
+        volume = evidence.largest(free, batch.bytes, allowance.headroom)
+        if volume is None or volume < batch.unit:
+            need, taken = evidence.predict(batch.unit) or 0, allowance.taken()
+            enough = (need / allowance.headroom + taken) * 1.05
+            raise messages.one_sample_over_budget(budget, need, taken, resident, enough)
+        if volume < batch.volume(training.pieces(batch)):
+            training.resize(batch, "plan", volume, needed=evidence.predict(batch.bytes), free=free)
+        # The update makes new values of weights and optimizer beside the old ones, from gradients.
+        update = resident["weights"] + resident["optimizer"] + 2 * resident["gradients"]
+        if batch.phase == "train" and not training.current.lean and update > free * allowance.headroom:
+            training.go_lean(batch, "plan", free, 0.0)
