@@ -11,12 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from keras.src.trainers.trainer import model_supports_jit
-
 from oomproof._backends import current
 from oomproof._backends.base import Backend
 from oomproof._backends.common.model import check_is_model
 from oomproof._backends.common.precision import computed_in
+from oomproof._compat.keras import model_supports_jit
 from oomproof._estimation import naming
 from oomproof._estimation.allocator import Replay, replay
 from oomproof._estimation.bands import band_of

@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 from keras import tree
-from keras.src import backend as keras_backend
 
 from oomproof import _simulators as simulators
 from oomproof._backends import current
@@ -19,6 +18,7 @@ from oomproof._backends.common.call_graph import graphs
 from oomproof._backends.common.fingerprint import Fingerprint
 from oomproof._backends.common.model import statistics_caveat, unpack
 from oomproof._backends.common.precision import computed_in, policy_of
+from oomproof._compat.keras import standardize_dtype
 from oomproof._estimation.allocator import replay
 from oomproof._estimation.api import card_of, check_model, is_compiled, mode_of
 from oomproof._estimation.bands import band_of
@@ -414,7 +414,7 @@ def _first(spec: Spec | None, samples: int) -> Spec | None:
 def _spec(leaf: Any) -> Spec | None:
     if leaf is None:
         return None
-    return Spec(tuple(int(size) for size in leaf.shape), keras_backend.standardize_dtype(leaf.dtype))
+    return Spec(tuple(int(size) for size in leaf.shape), standardize_dtype(leaf.dtype))
 
 
 def _bytes_of_outputs(model: Any, samples: int) -> int | None:

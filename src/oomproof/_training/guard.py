@@ -237,18 +237,18 @@ class _Guard:
         verbose = self._verbose if self._verbose != "auto" else bound.arguments.get("verbose", "auto")
         if name == "fit" and self._settings.start is None and self._planner.changes_models:
             self._plan_changes(bound.arguments)
-        if name == "fit" and (told := feed_in_slices(bound.arguments)) is not None and verbose != 0:
-            logger.warning(f"oomproof: {told}")
+        if name == "fit" and (said := feed_in_slices(bound.arguments)) is not None and verbose != 0:
+            logger.warning(f"oomproof: {said}")
         self._drivers.begin(silent=verbose == 0, may_grow=not name.endswith("on_batch"))
         self._ready()
         drivers = self._drivers
         self._depth += 1
         try:
-            if name == "fit" and "callbacks" in bound.signature.parameters:
-                with epochs_told(bound.arguments.get("callbacks"), drivers.begin_epoch) as callbacks:
-                    bound.arguments["callbacks"] = callbacks
-                    result = method(*bound.args, **bound.kwargs)
-            else:
+            with contextlib.ExitStack() as around:
+                around.enter_context(self._backend.reading())
+                if name == "fit" and "callbacks" in bound.signature.parameters:
+                    told = epochs_told(bound.arguments.get("callbacks"), drivers.begin_epoch)
+                    bound.arguments["callbacks"] = around.enter_context(told)
                 result = method(*bound.args, **bound.kwargs)
         except RecoveryFailedError as error:
             error.run = drivers.record()

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from keras import tree
-from keras.src.trainers.data_adapters import data_adapter_utils
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+from oomproof._compat.keras import PyDatasetAdapter, data_adapter_utils
 
 if TYPE_CHECKING:
     from oomproof.data.stream import Stream
@@ -119,7 +119,7 @@ class StreamAdapter(PyDatasetAdapter):  # type: ignore[misc]  # Keras is untyped
             yield batch
 
     def get_tf_dataset(self) -> Any:
-        from keras.src.utils.module_utils import tensorflow as tf
+        from oomproof._compat.keras import lazy_tensorflow as tf
 
         stream = self.py_dataset
         if self._output_signature is None:
@@ -166,14 +166,3 @@ class StreamAdapter(PyDatasetAdapter):  # type: ignore[misc]  # Keras is untyped
     def on_epoch_end(self) -> None:
         super().on_epoch_end()
         self._looking = False
-
-
-def adapt(stream_class: type) -> None:
-    """Has Keras make a `StreamAdapter` where it would make a `PyDatasetAdapter` of a stream."""
-
-    def adapter_class(cls: type, x: Any = None, *_: Any, **__: Any) -> Any:
-        ours = cls is PyDatasetAdapter and isinstance(x, stream_class)
-        return object.__new__(StreamAdapter if ours else cls)
-
-    # Python goes on with the `__init__` of the class that was made.
-    PyDatasetAdapter.__new__ = staticmethod(adapter_class)

@@ -8,13 +8,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
-import keras
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.experimental import sparse
 from keras import tree
-from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from oomproof._backends.common.drawing import RandomNumbers
 from oomproof._backends.common.engine import Compute, Outcome, PendingWrites, Piece
@@ -23,6 +21,7 @@ from oomproof._backends.common.predictions import insist
 from oomproof._backends.common.recompute import recomputing
 from oomproof._backends.jax.draws import JaxRandom
 from oomproof._backends.jax.host_batches import is_on_host, to_device
+from oomproof._compat.keras import get_stateless_scope, is_in_jax_tracing_scope
 
 
 class JaxEngine(RandomNumbers):
@@ -184,7 +183,7 @@ class JaxEngine(RandomNumbers):
 
 
 def tracing() -> bool:
-    return bool(keras.src.utils.jax_utils.is_in_jax_tracing_scope())
+    return bool(is_in_jax_tracing_scope())
 
 
 def _scanned(piece: Piece, count: int, size: int, state: list[Any], largest: Collection[int]) -> Outcome:

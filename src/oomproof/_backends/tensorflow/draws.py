@@ -12,13 +12,12 @@ import operator
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend import standardize_dtype
-from keras.src.backend.config import floatx
-from keras.src.backend.tensorflow import random as keras_random
-from tensorflow.python.framework import tensor_util
+from keras.config import floatx
 
 from oomproof._backends.common.drawing import FUNCTIONS, Function, noise_shape
 from oomproof._backends.common.draws import Shape
+from oomproof._compat.keras import standardize_dtype
+from oomproof._compat.tensorflow import keras_random, tensor_util
 
 _AUTO_SELECT = tf.random.Algorithm.AUTO_SELECT.value
 # A truncated normal number may take several tries, so each four of them have this many counts.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,7 +12,6 @@ import keras
 import numpy as np
 import torch
 from keras import tree
-from keras.src.backend.torch import trainer as keras_trainer
 
 from oomproof._backends.base import RunBatch
 from oomproof._backends.common.keras_functions import (
@@ -32,6 +30,7 @@ from oomproof._backends.torch.device import TorchMemory
 from oomproof._backends.torch.engine import TorchEngine, take
 from oomproof._backends.torch.gradients import full_batch_gradients
 from oomproof._backends.torch.step import TorchStep
+from oomproof._compat.torch import EPOCH_ITERATOR
 from oomproof._records.run import Phase
 from oomproof._records.trace import Workload
 from oomproof._version import __version__
@@ -74,6 +73,10 @@ class TorchBackend:
             self.uninstall(model)
             return tuple(FUNCTIONS)
         return put_in_place(model, dict.fromkeys(FUNCTIONS, _on_list), run)
+
+    def reading(self) -> AbstractContextManager[None]:
+        # Keras pulls the batches, with an iterator that it makes in every call of `fit`.
+        return EPOCH_ITERATOR.to(lambda kind, *args, **kwargs: _saying_where(kind)(*args, **kwargs))
 
     def uninstall(self, model: Any) -> None:
         taken_away(model)
@@ -120,20 +123,15 @@ def _as_arrays(data: Any) -> Any:
     return tree.map_structure(convert, data)
 
 
-class _EpochIterator(keras_trainer.TorchEpochIterator):  # type: ignore[misc]
-    """Keras's own. For a guarded model it says where an error came from when a batch could not be read."""
+@functools.cache
+def _saying_where(epoch_iterator: type) -> type:
+    """Keras's own kind of iterator, which says where an error came from when a batch could not be read."""
 
-    def __iter__(self) -> Any:
-        reader = sys._getframe(1).f_locals.get("self")
-        self._guarded = isinstance(getattr(reader, "train_function", None), functools.partial)
-        return super().__iter__()
+    class SayingWhere(epoch_iterator):  # type: ignore[misc]
+        def __next__(self) -> Any:
+            return pulled(iter(super().__next__, None))
 
-    def __next__(self) -> Any:
-        return pulled(iter(super().__next__, None)) if self._guarded else super().__next__()
-
-
-# Put in place once and for all: Keras makes a new one in every call of `fit`, where nothing of ours is asked.
-keras_trainer.TorchEpochIterator = _EpochIterator
+    return SayingWhere
 
 
 @functools.cache

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from keras.src.backend.torch.core import get_device
 
 from oomproof._backends.common.model import layers
+from oomproof._compat.torch import get_device
 
 
 class OutsideState:
