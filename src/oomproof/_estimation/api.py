@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -34,12 +33,11 @@ from oomproof._records.estimate import Estimate
 from oomproof._records.run import Phase
 from oomproof._records.trace import Buffer, Target, Trace, Workload
 from oomproof._records.units import format_bytes, tensor_bytes
+from oomproof._simulators import ONE_AT_A_TIME
 from oomproof.errors import CannotFitError, OomproofError, UnsupportedModelError
 
 _POINTS = 500
 _LEAST_CARD = 2**20
-# A model has stand-ins in it while it is traced, and some of what is put in place holds for the whole process.
-_ONE_AT_A_TIME = threading.RLock()
 
 
 def estimate(
@@ -127,7 +125,7 @@ def _estimated(
     pieces = micro_batch_size is not None and micro_batch_size < batch_size
     size = min(batch_size, micro_batch_size or batch_size)
     target = Target(True, card.capability) if card is not None else Target()
-    with _ONE_AT_A_TIME, computed_in(model, precision) as policy:
+    with ONE_AT_A_TIME, computed_in(model, precision) as policy:
         compiled = is_compiled(model, backend) if jit is None else jit
         workload = describe(model, size, phase, compiled, target, input_shape)
         if phase == "train":

@@ -123,11 +123,12 @@ def plan(
     named = gpu is not None or memory is not None
     limit = usable if budget is None else parse_budget(budget, usable if named or _share(budget) else None)
     assert limit is not None
-    workload = describe(
-        model, batch_size, "train", is_compiled(model, backend), Target(True, card.capability), input_shape
-    )
-    workload = dataclasses.replace(workload, guarded=True)
-    return Planner(backend, model, levers, named_levers=not isinstance(allow, str), cache=cache).make(workload, limit)
+    planner = Planner(backend, model, levers, named_levers=not isinstance(allow, str), cache=cache)
+    with simulators.ONE_AT_A_TIME:
+        workload = describe(
+            model, batch_size, "train", is_compiled(model, backend), Target(True, card.capability), input_shape
+        )
+        return planner.make(dataclasses.replace(workload, guarded=True), limit)
 
 
 def allowed(allow: str | Iterable[str]) -> frozenset[str]:
@@ -244,7 +245,7 @@ class Planner:
         x, y = tree.map_structure(lambda spec: _first(spec, size), (workload.x, workload.y))
         pieces = plan.micro_batch_size is not None
         step = dataclasses.replace(workload, x=x, y=y, recompute=plan.recompute, later_piece=pieces)
-        with computed_in(self._model, plan.precision):
+        with simulators.ONE_AT_A_TIME, computed_in(self._model, plan.precision):
             return simulators.trace(self._backend, self._model, step)
 
     def propose(self, data: Any, device: Device, limit: int, caution: float) -> Plan | None:
@@ -336,7 +337,7 @@ class Planner:
         step = self._backend.step(self._model)
         step.prepare(few, "train")
         before = step.loss(few, 1)
-        with computed_in(self._model, precision):
+        with simulators.ONE_AT_A_TIME, computed_in(self._model, precision):
             return before, self._backend.step(self._model).loss(few, 1)
 
     def _jit(self) -> bool:
@@ -363,7 +364,7 @@ class Planner:
         self, workload: Workload, *, own: bool = False, precision: str | None = None, speed: float = 1.0
     ) -> planning.Way:
         backend, model = self._backend, self._model
-        with computed_in(model, precision) as policy:
+        with simulators.ONE_AT_A_TIME, computed_in(model, precision) as policy:
             trace = with_next_batch(simulators.trace(backend, model, workload), workload, _samples(workload), backend)
             chain = chain_of(model, workload, trace, replay(trace).peak, backend)
         mode = mode_of(backend, workload.jit, model)

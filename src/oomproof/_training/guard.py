@@ -75,7 +75,7 @@ def guard(
     print(history.run)
     ```
     """
-    backend = backends.current()
+    backend = backends.current(trains=True)
     backend.check_model(model)
     device = backend.memory().describe()
     levers, micro = allowed(allow), checked_size(micro_batch_size)
@@ -136,7 +136,7 @@ def fit(
         CannotFitError: Before the first step, when the budget cannot be held.
         RecoveryFailedError: During training, when not even one sample fits. The model can be saved.
     """
-    backends.current().check_model(model)
+    backends.current(trains=True).check_model(model)
     known = inspect.signature(type(model).fit).parameters
     if unknown := [name for name in fit_kwargs if name not in known]:
         raise TypeError(
