@@ -46,8 +46,6 @@ def model():
         keras.layers.Dense(16, activation="relu"),
         keras.layers.BatchNormalization(),
         keras.layers.Dropout(0.3, seed=1),
-        keras.layers.Reshape((4, 4)),
-        keras.layers.LSTM(4),
         keras.layers.Dense(1),
     ]
     made = keras.Sequential([keras.Input((8,)), *layers])
