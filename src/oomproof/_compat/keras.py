@@ -39,9 +39,6 @@ from keras.src.ops.numpy import Einsum as Einsum
 from keras.src.ops.numpy import Matmul as Matmul
 from keras.src.ops.numpy import Reshape as Reshape
 
-# The optimizer without what a backend overrides.
-from keras.src.optimizers.base_optimizer import BaseOptimizer as BaseOptimizer
-
 # Turns what a random function is given for a seed into numbers, and advances its generator.
 from keras.src.random.seed_generator import draw_seed as draw_seed
 
@@ -155,12 +152,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_jax_state": "what Keras keeps of a model's values during an epoch",
         "_jax_state_synced": "whether that has been put back",
     },
-    "model on torch": {
-        "ddp_model": "what Keras trains instead of the model in several processes; from 3.16",
-    },
 }
 # Not in every supported Keras.
-SOME_HAVE = {"_update_renorm_statistics", "ddp_model"}
+SOME_HAVE = {"_is_quantized", "_update_renorm_statistics"}
 
 
 class Carried:

@@ -13,6 +13,7 @@ from keras.src import ops as _ops
 from keras.src.backend.tensorflow import random as _random
 from keras.src.backend.tensorflow.core import name_scope as _name_scope
 from keras.src.backend.tensorflow.optimizer import TFOptimizer as _TFOptimizer
+from keras.src.optimizers.base_optimizer import BaseOptimizer as _BaseOptimizer
 
 # list_local_devices(): a card's name and compute capability.
 from tensorflow.python.client import device_lib as device_lib
@@ -52,6 +53,15 @@ from oomproof._compat.patches import Patch, Redirect, Together
 
 # Keras's random functions.
 keras_random = _random
+# A seed as the stateless functions of TensorFlow take it.
+cast_seed = _random._cast_seed
+# The methods of Keras's optimizer that write variables, without what TensorFlow makes of them.
+NEUTRAL_UPDATES: dict[str, Callable[..., Any]] = {
+    "_apply_weight_decay": _BaseOptimizer._apply_weight_decay,
+    "_backend_update_step": _BaseOptimizer._backend_update_step,
+    "_overwrite_model_variables_with_average_value": _BaseOptimizer._overwrite_model_variables_with_average_value,
+    "_backend_increment_gradient_accumulators": _BaseOptimizer._backend_increment_gradient_accumulators,
+}
 # Says which layer opens which name scope.
 NAME_SCOPE = Redirect(_name_scope, "__enter__")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import torch
 from keras.src.backend.torch import random as _random
 from keras.src.backend.torch import trainer as _trainer
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from oomproof._compat.keras import Carried
 from oomproof._compat.patches import Redirect
+from oomproof._compat.versions import at_least
 
 # Keras's random functions.
 keras_random = _random
@@ -78,10 +80,24 @@ def copy_all(targets: list[Any], sources: list[Any]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def mps_generator() -> Any:
+    """What unseeded numbers come from on Apple's GPUs."""
+    return torch.mps._get_default_mps_generator()
+
+
 def set_allocator(settings: str) -> None:
     """Settings of the GPU's allocator, as in PYTORCH_CUDA_ALLOC_CONF, in a process that has begun to use it."""
     tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     tell(settings)
+
+
+# From 3.16 on, Keras runs several steps in one call on torch, and wraps the model for several processes by itself.
+RUNS_SEVERAL_STEPS = at_least(keras.__version__, "3.16")
+
+
+def is_distributed(model: Any) -> bool:
+    """Whether Keras itself would train the model in several processes."""
+    return hasattr(model, "ddp_model") and torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 # What all layers of batch normalisation, and all dropouts, of torch itself are.

@@ -55,6 +55,10 @@ def _problem(installed: tuple[tuple[str, str], ...]) -> str | None:
     return None
 
 
+def at_least(version: str, other: str) -> bool:
+    return _numbers(version) >= _numbers(other)
+
+
 def _installed(package: str) -> str:
     loaded = getattr(sys.modules.get(package), "__version__", None)
     return str(loaded) if loaded is not None else importlib.metadata.version(package)

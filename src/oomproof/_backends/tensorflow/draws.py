@@ -17,7 +17,7 @@ from keras.config import floatx
 from oomproof._backends.common.drawing import FUNCTIONS, Function, noise_shape
 from oomproof._backends.common.draws import Shape
 from oomproof._compat.keras import standardize_dtype
-from oomproof._compat.tensorflow import keras_random, tensor_util
+from oomproof._compat.tensorflow import cast_seed, keras_random, tensor_util
 
 _AUTO_SELECT = tf.random.Algorithm.AUTO_SELECT.value
 # A truncated normal number may take several tries, so each four of them have this many counts.
@@ -53,7 +53,7 @@ class TensorFlowRandom:
 
     def rows(self, function: str, plain: Function, arguments: dict[str, Any], first: Any, total: Any) -> Any:
         # Looked up there, since it stands aside as well.
-        seed = keras_random._cast_seed(keras_random.draw_seed(arguments["seed"]))
+        seed = cast_seed(keras_random.draw_seed(arguments["seed"]))
         if function == "dropout":
             return self._dropout(arguments, seed, first)
         shape, dtype = arguments["shape"], arguments["dtype"] or floatx()

@@ -16,8 +16,8 @@ import keras
 import tensorflow as tf
 
 from oomproof._backends.common.engine import PendingWrites as Pending
-from oomproof._compat.keras import BaseOptimizer, get_stateless_scope
-from oomproof._compat.tensorflow import while_updating
+from oomproof._compat.keras import get_stateless_scope
+from oomproof._compat.tensorflow import NEUTRAL_UPDATES, while_updating
 
 # Appears in the name of every op of the update, and so in the error when one of them runs out of memory.
 COMMIT_SCOPE = "oomproof_commit"
@@ -186,10 +186,7 @@ def _var_key(optimizer: Any, variable: Any) -> Any:
 
 # What takes the place of TensorFlow's overrides while an update is made here. A subclass's own method stays.
 _NEUTRAL: dict[str, Callable[..., Any]] = {
-    "_apply_weight_decay": BaseOptimizer._apply_weight_decay,
-    "_backend_update_step": BaseOptimizer._backend_update_step,
-    "_overwrite_model_variables_with_average_value": BaseOptimizer._overwrite_model_variables_with_average_value,
-    "_backend_increment_gradient_accumulators": BaseOptimizer._backend_increment_gradient_accumulators,
+    **NEUTRAL_UPDATES,
     "assign": _deferred("scatter_update", lambda old, new: new),
     "assign_add": _deferred("scatter_add", lambda old, new: old + new),
     "assign_sub": _deferred("scatter_sub", lambda old, new: old - new),

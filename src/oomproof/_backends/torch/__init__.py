@@ -30,7 +30,7 @@ from oomproof._backends.torch.device import TorchMemory
 from oomproof._backends.torch.engine import TorchEngine, take
 from oomproof._backends.torch.gradients import full_batch_gradients
 from oomproof._backends.torch.step import TorchStep
-from oomproof._compat.torch import EPOCH_ITERATOR
+from oomproof._compat.torch import EPOCH_ITERATOR, RUNS_SEVERAL_STEPS, is_distributed
 from oomproof._records.run import Phase
 from oomproof._records.trace import Workload
 from oomproof._version import __version__
@@ -48,6 +48,12 @@ class TorchBackend:
 
     def check_model(self, model: Any) -> None:
         check_has_no_own_step(model)
+        if is_distributed(model):
+            raise UnsupportedModelError(
+                "torch.distributed is initialised, so Keras trains this model in several processes. oomproof does not "
+                "support that yet: one that runs out of memory would leave the others waiting. Train it without "
+                "`guard`, or in one process."
+            )
         wrappers = [layer for layer in layers(model) if isinstance(layer, keras.layers.TorchModuleWrapper)]
         for layer in wrappers:
             for module in layer.modules():
@@ -68,7 +74,7 @@ class TorchBackend:
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         expandable.let_grow()
-        if model.steps_per_execution > 1:
+        if model.steps_per_execution > 1 and not RUNS_SEVERAL_STEPS:
             # Keras has its own error for that, and raises it where it finds no function.
             self.uninstall(model)
             return tuple(FUNCTIONS)
@@ -111,7 +117,10 @@ class TorchBackend:
 
 
 def _on_list(model: Any, run: RunBatch, phase: Phase, batches: Sequence[Any]) -> Any:
-    return run(phase, _as_arrays(batches[0]), None)
+    results = [run(phase, _as_arrays(batch), None) for batch in batches]
+    if phase != "predict" or len(results) == 1:
+        return results[-1]
+    return tree.map_structure(lambda *parts: torch.cat(parts), *results)
 
 
 def _as_arrays(data: Any) -> Any:
