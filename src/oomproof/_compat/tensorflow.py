@@ -1,6 +1,6 @@
 """What oomproof uses of TensorFlow, and of Keras on it, beyond the public API.
 
-Checked on TensorFlow 2.18 to 2.21.
+Checked on TensorFlow 2.19 to 2.21.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What oomproof uses of tf.data beyond the public API, whatever Keras's backend: imported by who is given such data.
 
-Checked on TensorFlow 2.18 to 2.21.
+Checked on TensorFlow 2.19 to 2.21.
 """
 
 from __future__ import annotations

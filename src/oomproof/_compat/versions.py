@@ -14,7 +14,7 @@ from oomproof.errors import BackendError
 # By package: the lowest version, and the first one that was not tested. pyproject.toml says the same.
 SUPPORTED = {
     "keras": ("3.13", "3.16"),
-    "tensorflow": ("2.18", "2.22"),
+    "tensorflow": ("2.19", "2.22"),
     "jax": ("0.5", "0.12"),
     "torch": ("2.11", "2.14"),
 }
@@ -72,4 +72,5 @@ def _numbers(version: str) -> tuple[int, ...]:
 @functools.cache
 def _warn(text: str) -> None:
     """Once in a process."""
-    warnings.warn(f"oomproof: {text}", UserWarning, stacklevel=4)
+    # As a line of the user's, who called guard or fit.
+    warnings.warn(text, UserWarning, stacklevel=5)
