@@ -11,7 +11,7 @@ import collections
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol
 
 _lock = threading.Lock()
@@ -44,12 +44,16 @@ class Patch:
             raise AttributeError(f"{owner!r} has no attribute {name!r}")
 
     def __enter__(self) -> None:
-        with _alone():
+        with _lock:
             self._enter()
+        if _given_up:
+            _settle()
 
     def __exit__(self, *_: object) -> None:
-        with _alone():
+        with _lock:
             self._leave()
+        if _given_up:
+            _settle()
 
     def give_up(self) -> None:
         """As leaving, from a finaliser."""
@@ -90,14 +94,6 @@ class Patch:
             setattr(self._owner, self._name, value)
 
 
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    with _lock:
-        yield
-    if _given_up:
-        _settle()
-
-
 def _settle() -> None:
     """Leaves what finalisers gave up. Whoever holds the lock does it when they are done."""
     while _given_up and _lock.acquire(blocking=False):
@@ -115,14 +111,18 @@ class Together:
         self._patches = patches
 
     def __enter__(self) -> None:
-        with _alone():
+        with _lock:
             for patch in self._patches:
                 patch._enter()
+        if _given_up:
+            _settle()
 
     def __exit__(self, *_: object) -> None:
-        with _alone():
+        with _lock:
             for patch in reversed(self._patches):
                 patch._leave()
+        if _given_up:
+            _settle()
 
 
 class Current(Protocol):
