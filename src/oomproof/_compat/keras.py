@@ -158,7 +158,7 @@ SOME_HAVE = {"_is_quantized", "_update_renorm_statistics"}
 
 
 class Carried:
-    """A value of the thread that a stretch finds again when it is recomputed, in whatever thread that happens.
+    """A value of the thread that a segment finds again when it is recomputed, in whatever thread that happens.
 
     Args:
         name: Under which Keras's state of the thread has it.
