@@ -20,21 +20,33 @@ MAY_IMPORT = {
     "_records": set(),
     "_machine": {"_records"},
     "_explain": {"_records"},
+    # What nobody promised us, of Keras and the frameworks.
+    "_compat": {"errors"},
     # Looks at a machine before a framework is imported.
     "_doctor": {"_records", "_machine"},
-    "data": {"errors", "_records", "_machine"},
-    "_backends": {"_version", "errors", "_records"},
-    "_simulators": {"errors", "_records", "_backends"},
-    "_estimation": {"errors", "_records", "_machine", "_backends", "_simulators"},
-    "_planning": {"_version", "errors", "_records", "_machine", "_backends", "_simulators", "_estimation"},
-    "_training": {"_version", "errors", "_records", "_machine", "_backends", "_planning", "_explain", "data"},
+    "data": {"errors", "_records", "_machine", "_compat"},
+    "_backends": {"_version", "errors", "_records", "_compat"},
+    "_simulators": {"errors", "_records", "_compat", "_backends"},
+    "_estimation": {"errors", "_records", "_machine", "_compat", "_backends", "_simulators"},
+    "_planning": {"_version", "errors", "_records", "_machine", "_compat", "_backends", "_simulators", "_estimation"},
+    "_training": {
+        "_version",
+        "errors",
+        "_records",
+        "_machine",
+        "_compat",
+        "_backends",
+        "_planning",
+        "_explain",
+        "data",
+    },
     # The public names, each loaded when it is first used.
     "": {"_version", "errors", "_records", "_estimation", "_planning", "_training", "_explain", "data"},
     "_demo": {"errors", "_records", ""},
     "_cli": {"_version", "errors", "_records", "_machine", "_estimation", "_planning", "_doctor", "_demo", "data", ""},
 }
 # Only these rooms may name a framework. All others get at it through the backend.
-MAY_IMPORT_FRAMEWORKS = {"_backends", "_simulators", "_demo"}
+MAY_IMPORT_FRAMEWORKS = {"_compat", "_backends", "_simulators", "_demo"}
 # These work without Keras, too.
 MAY_NOT_IMPORT_KERAS = {"", "_version", "errors", "_records", "_machine", "_explain", "_doctor"}
 # A tf.data pipeline is TensorFlow's and a DataLoader torch's, whatever Keras's backend: in the data room a file that is

@@ -223,6 +223,9 @@ class Backend(Protocol):
         `settle` is to be called before anybody else reads the model's values.
         """
 
+    def reading(self) -> AbstractContextManager[None]:
+        """Around `fit`, `evaluate` and `predict`: an error while Keras reads a batch says that it is none of a step."""
+
     def uninstall(self, model: Any) -> None: ...
 
     def batch_size_of(self, x: Any) -> int | None:

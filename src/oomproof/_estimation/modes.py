@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras.src.trainers.trainer import model_supports_jit
-
 from oomproof._backends.base import Backend
+from oomproof._compat.keras import model_supports_jit
 from oomproof._machine import gpus
 
 

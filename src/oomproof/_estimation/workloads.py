@@ -9,11 +9,11 @@ from typing import Any
 
 import keras
 from keras import tree
-from keras.src import backend as keras_backend
 
 from oomproof._backends.base import Backend
 from oomproof._backends.common.call_graph import graph_of
 from oomproof._backends.common.model import overrides
+from oomproof._compat.keras import compute_output_spec
 from oomproof._estimation import naming
 from oomproof._records.run import Phase
 from oomproof._records.trace import Buffer, Spec, Target, Trace, Workload
@@ -231,7 +231,7 @@ def _outputs(model: Any, x: Any) -> Any:
         samples = next(spec for spec in tree.flatten(x) if spec is not None).shape[0]
         return tree.map_structure(lambda tensor: Spec((samples, *tensor.shape[1:]), str(tensor.dtype)), declared)
     try:
-        found = keras_backend.compute_output_spec(model, _symbols(x))
+        found = compute_output_spec(model, _symbols(x))
     except Exception as error:
         raise UnsupportedModelError(
             f"{_name(model)} could not be called with inputs of the shape "
@@ -286,7 +286,7 @@ def _sparse(output: Spec) -> Spec:
 def _computes(loss: Any, *given: Any) -> bool:
     """Whether a loss can be computed from such tensors. Nothing is."""
     try:
-        keras_backend.compute_output_spec(loss, *(_symbols(each) for each in given))
+        compute_output_spec(loss, *(_symbols(each) for each in given))
     except Exception:
         return False
     return True

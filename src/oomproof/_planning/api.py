@@ -17,6 +17,7 @@ from oomproof._planning.planner import Planner
 from oomproof._records.plan import Plan
 from oomproof._records.trace import Target
 from oomproof._records.units import parse_budget
+from oomproof._simulators import ONE_AT_A_TIME
 
 
 def plan(
@@ -75,11 +76,11 @@ def plan(
     named = gpu is not None or memory is not None
     limit = usable if budget is None else parse_budget(budget, usable if named or _share(budget) else None)
     assert limit is not None
-    workload = describe(
-        model, batch_size, "train", is_compiled(model, backend), Target(True, card.capability), input_shape
-    )
-    workload = dataclasses.replace(workload, guarded=True)
-    return Planner(backend, model, levers, named_levers=not isinstance(allow, str), cache=cache).make(workload, limit)
+    planner = Planner(backend, model, levers, named_levers=not isinstance(allow, str), cache=cache)
+    with ONE_AT_A_TIME:
+        target = Target(True, card.capability)
+        workload = describe(model, batch_size, "train", is_compiled(model, backend), target, input_shape)
+        return planner.make(dataclasses.replace(workload, guarded=True), limit)
 
 
 def _share(budget: int | str) -> bool:

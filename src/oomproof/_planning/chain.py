@@ -15,10 +15,10 @@ from typing import Any
 import keras
 import numpy as np
 from keras import tree
-from keras.src.ops.numpy import Reshape
 
 from oomproof._backends.base import Backend
 from oomproof._backends.common.call_graph import Call, graph_of, graphs
+from oomproof._compat.keras import Reshape
 from oomproof._planning.costs import cost_of, flops, spec_of
 from oomproof._records.trace import Buffer, Chain, Op, Segment, Spec, Trace, Workload
 from oomproof._records.units import tensor_bytes

@@ -12,11 +12,9 @@ from typing import Any
 
 import keras
 from keras import layers
-from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
-from keras.src.ops.nn import DotProductAttention
-from keras.src.ops.numpy import Einsum, Matmul
 
 from oomproof._backends.common.call_graph import Call, graph_of, graphs
+from oomproof._compat.keras import BaseConvTranspose, DotProductAttention, Einsum, Matmul
 from oomproof._records.trace import Spec
 from oomproof._records.units import DTYPE_BYTES, tensor_bytes
 

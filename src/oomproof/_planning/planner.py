@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from keras import tree
-from keras.src import backend as keras_backend
 
 from oomproof import _simulators as simulators
 from oomproof._backends.base import Backend, DeviceMemory
 from oomproof._backends.common.fingerprint import Fingerprint
 from oomproof._backends.common.model import statistics_caveat, unpack
 from oomproof._backends.common.precision import computed_in, policy_of
+from oomproof._compat.keras import standardize_dtype
 from oomproof._estimation.allocator import replay
 from oomproof._estimation.bands import band_of
 from oomproof._estimation.modes import mode_of
@@ -147,7 +147,7 @@ class Planner:
         x, y = tree.map_structure(lambda spec: _first(spec, size), (workload.x, workload.y))
         pieces = plan.micro_batch_size is not None
         step = dataclasses.replace(workload, x=x, y=y, recompute=plan.recompute, later_piece=pieces)
-        with computed_in(self._model, plan.precision):
+        with simulators.ONE_AT_A_TIME, computed_in(self._model, plan.precision):
             return simulators.trace(self._backend, self._model, step)
 
     def propose(self, data: Any, device: Device, limit: int, caution: float) -> Plan | None:
@@ -238,7 +238,7 @@ class Planner:
         step = self._backend.step(self._model)
         step.prepare(few, "train")
         before = step.loss(few, 1)
-        with computed_in(self._model, precision):
+        with simulators.ONE_AT_A_TIME, computed_in(self._model, precision):
             return before, self._backend.step(self._model).loss(few, 1)
 
     def _is_plenty(self, workload: Workload, limit: int) -> bool:
@@ -260,7 +260,7 @@ class Planner:
 
     def _way(self, workload: Workload, *, own: bool = False, precision: str | None = None, speed: float = 1.0) -> Way:
         backend, model = self._backend, self._model
-        with computed_in(model, precision) as policy:
+        with simulators.ONE_AT_A_TIME, computed_in(model, precision) as policy:
             trace = with_next_batch(simulators.trace(backend, model, workload), workload, _samples(workload), backend)
             chain = chain_of(model, workload, trace, replay(trace).peak, backend)
         mode = mode_of(backend, workload.jit, model)
@@ -301,4 +301,4 @@ def _first(spec: Spec | None, samples: int) -> Spec | None:
 def _spec(leaf: Any) -> Spec | None:
     if leaf is None:
         return None
-    return Spec(tuple(int(size) for size in leaf.shape), keras_backend.standardize_dtype(leaf.dtype))
+    return Spec(tuple(int(size) for size in leaf.shape), standardize_dtype(leaf.dtype))

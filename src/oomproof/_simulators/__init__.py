@@ -6,10 +6,15 @@ One package for each backend, imported when it is first asked: training needs no
 from __future__ import annotations
 
 import importlib
+import threading
 from typing import Any, Protocol
 
 from oomproof._records.trace import Compiled, Trace, Workload
 from oomproof.errors import BackendError
+
+# A model has stand-ins in it while it is traced, and the collector of cycles is held for the whole process. Whoever
+# changes a model for a trace, such as its precision, takes it around that, too.
+ONE_AT_A_TIME = threading.RLock()
 
 
 class Named(Protocol):
@@ -20,7 +25,8 @@ class Named(Protocol):
 
 def trace(backend: Named, model: Any, workload: Workload) -> Trace:
     """The step as it would run, from shapes alone. The model stays as it was."""
-    traced: Trace = _module(backend, "trace").trace(model, workload)
+    with ONE_AT_A_TIME:
+        traced: Trace = _module(backend, "trace").trace(model, workload)
     return traced
 
 
@@ -36,7 +42,8 @@ def compiled(backend: Named, model: Any, workload: Workload, memory: int | None)
     """What XLA says the step needs, compiled and not run, on a card with that much memory."""
     if backend.name == "torch":
         raise BackendError(f'{why_not_compile(backend, workload)}. Use engine="trace".')
-    answer: Compiled = _module(backend, "compile").compile_step(model, workload, memory)
+    with ONE_AT_A_TIME:
+        answer: Compiled = _module(backend, "compile").compile_step(model, workload, memory)
     return answer
 
 

@@ -82,7 +82,7 @@ def gradients(
     optimizer.apply(grads, model.trainable_variables)
     ```
     """
-    backend = backends.current()
+    backend = backends.current(trains=True)
     size = checked_size(micro_batch_size)
     variables = checked_variables(loss_fn, variables, backend.own_variables)
     check_data(data)

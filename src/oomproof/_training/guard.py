@@ -61,7 +61,7 @@ def guard(
     print(history.run)
     ```
     """
-    backend = backends.current()
+    backend = backends.current(trains=True)
     backend.check_model(model)
     device = backend.memory().describe()
     levers, micro = allowed(allow), checked_size(micro_batch_size)
@@ -148,7 +148,7 @@ def fit(
     print(history.run)
     ```
     """
-    backends.current().check_model(model)
+    backends.current(trains=True).check_model(model)
     known = inspect.signature(type(model).fit).parameters
     if unknown := [name for name in fit_kwargs if name not in known]:
         raise TypeError(

@@ -121,11 +121,11 @@ class GuardedModel:
         drivers = self._drivers
         self._depth += 1
         try:
-            if name == "fit" and "callbacks" in bound.signature.parameters:
-                with epochs_told(bound.arguments.get("callbacks"), drivers.begin_epoch) as callbacks:
-                    bound.arguments["callbacks"] = callbacks
-                    result = method(*bound.args, **bound.kwargs)
-            else:
+            with contextlib.ExitStack() as around:
+                around.enter_context(self._backend.reading())
+                if name == "fit" and "callbacks" in bound.signature.parameters:
+                    told = epochs_told(bound.arguments.get("callbacks"), drivers.begin_epoch)
+                    bound.arguments["callbacks"] = around.enter_context(told)
                 result = method(*bound.args, **bound.kwargs)
         except RecoveryFailedError as error:
             # Keras re-raises "from None"; the framework's own error is what the user needs to see.

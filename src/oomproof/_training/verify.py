@@ -45,7 +45,7 @@ def verify(model: Any, x: Any, y: Any = None, *, micro_batch_size: int, sample_w
     print(oomproof.verify(model, x[:32], y[:32], micro_batch_size=8))
     ```
     """
-    backend = backends.current()
+    backend = backends.current(trains=True)
     backend.check_model(model)
     if not model.compiled:
         raise ValueError("Expected a compiled model. Call `model.compile(...)` before `oomproof.verify`.")

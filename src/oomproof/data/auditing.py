@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+from oomproof._compat.names import TF_DATASET
 from oomproof._machine import gpus
 from oomproof.data.audit_record import DataAudit
 
@@ -30,7 +31,7 @@ def audit(data: Any, *, batch_size: int | None = None) -> DataAudit:
     if fresh:
         data = data()
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(data).__mro__}
-    if "tensorflow.python.data.ops.dataset_ops.DatasetV2" in kinds:
+    if TF_DATASET in kinds:
         from oomproof.data.pipelines.tf_audit import audit_tf
 
         return audit_tf(data, batch_size, gpus.local() is not None)

@@ -13,16 +13,18 @@ from __future__ import annotations
 import atexit
 import collections
 import concurrent.futures
+import functools
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from keras import tree
-from keras.src.trainers.data_adapters import data_adapter_utils
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+from oomproof._compat.keras import PyDatasetAdapter, data_adapter_utils
 
 if TYPE_CHECKING:
     from oomproof.data.stream import Stream
@@ -109,19 +111,10 @@ class StreamAdapter(PyDatasetAdapter):  # type: ignore[misc]  # Keras is untyped
         batches = self.py_dataset.passes(counted=not self._looking)
         return (self._standardize_batch(batch) for batch in batches)
 
-    def _for_tensorflow(self) -> Iterator[Any]:
-        batches = self._get_iterator()
-        while True:
-            with _inside_tensorflow as going_on:
-                batch = next(batches, END) if going_on else END
-            if batch is END:
-                return
-            yield batch
-
     def get_tf_dataset(self) -> Any:
-        from keras.src.utils.module_utils import tensorflow as tf
+        from oomproof._compat.keras import lazy_tensorflow as tf
 
-        stream = self.py_dataset
+        stream, adapter = self.py_dataset, weakref.ref(self)
         if self._output_signature is None:
             looks = [self._standardize_batch(batch) for batch in stream.looks()]
             self._output_signature = data_adapter_utils.get_tensor_spec(looks)
@@ -129,37 +122,31 @@ class StreamAdapter(PyDatasetAdapter):  # type: ignore[misc]  # Keras is untyped
         options = tf.data.Options()
         options.autotune.enabled = False
         if not stream.by_number:
-            dataset = tf.data.Dataset.from_generator(self._for_tensorflow, output_signature=self._output_signature)
+            read_all = functools.partial(_read_all, adapter)
+            dataset = tf.data.Dataset.from_generator(read_all, output_signature=self._output_signature)
             return dataset.prefetch(1).with_options(options)
 
         # The same passes, read by tf.data's threads instead of ours: a batch has one queue to go through, not two.
-        specs = tree.flatten(self._output_signature)
+        signature = self._output_signature
+        specs = tree.flatten(signature)
         types = [spec.dtype for spec in specs]
-
-        def read(epoch: Any, batch: Any) -> list[Any]:
-            with _inside_tensorflow as going_on:
-                if not going_on:
-                    return [
-                        np.empty([0 if side is None else side for side in spec.shape], spec.dtype.as_numpy_dtype)
-                        for spec in specs
-                    ]
-                found = tree.flatten(self._standardize_batch(stream.batch(int(epoch), int(batch))))
-            return [np.asarray(part, dtype.as_numpy_dtype) for part, dtype in zip(found, types, strict=True)]
+        read = functools.partial(_read_batch, adapter, specs)
+        begin_pass = functools.partial(_begin_pass, adapter, len(stream))
+        length, workers, waiting = len(stream), stream.workers, max(1, stream.max_queue_size - 2 * stream.workers)
 
         def tensors(epoch: Any, batch: Any) -> Any:
             parts = tf.numpy_function(read, [epoch, batch], types)
             for part, spec in zip(parts, specs, strict=True):
                 part.set_shape(spec.shape)
-            return tree.pack_sequence_as(self._output_signature, parts)
+            return tree.pack_sequence_as(signature, parts)
 
         def batches(epoch: Any, start: Any) -> Any:
-            numbers = tf.data.Dataset.range(start, len(stream))
-            waiting = max(1, stream.max_queue_size - 2 * stream.workers)
-            parallel = {"num_parallel_calls": stream.workers, "deterministic": True} if stream.workers else {}
+            numbers = tf.data.Dataset.range(start, length)
+            parallel = {"num_parallel_calls": workers, "deterministic": True} if workers else {}
             return numbers.map(lambda batch: tensors(epoch, batch), **parallel).prefetch(waiting)
 
         def begin(_: Any) -> Any:
-            return tuple(tf.numpy_function(lambda: stream.begin(counted=not self._looking), [], [tf.int64, tf.int64]))
+            return tuple(tf.numpy_function(begin_pass, [], [tf.int64, tf.int64]))
 
         return tf.data.Dataset.range(1).map(begin).flat_map(batches).with_options(options)
 
@@ -168,12 +155,34 @@ class StreamAdapter(PyDatasetAdapter):  # type: ignore[misc]  # Keras is untyped
         self._looking = False
 
 
-def adapt(stream_class: type) -> None:
-    """Has Keras make a `StreamAdapter` where it would make a `PyDatasetAdapter` of a stream."""
+# What TensorFlow calls. It keeps functions for as long as the process lives, so none of them holds the data.
 
-    def adapter_class(cls: type, x: Any = None, *_: Any, **__: Any) -> Any:
-        ours = cls is PyDatasetAdapter and isinstance(x, stream_class)
-        return object.__new__(StreamAdapter if ours else cls)
 
-    # Python goes on with the `__init__` of the class that was made.
-    PyDatasetAdapter.__new__ = staticmethod(adapter_class)
+def _read_all(adapter: weakref.ref[StreamAdapter]) -> Iterator[Any]:
+    found = adapter()
+    batches = iter(()) if found is None else found._get_iterator()
+    del found
+    while True:
+        with _inside_tensorflow as going_on:
+            batch = next(batches, END) if going_on else END
+        if batch is END:
+            return
+        yield batch
+
+
+def _begin_pass(adapter: weakref.ref[StreamAdapter], length: int) -> tuple[int, int]:
+    """(epoch, its first batch)."""
+    found = adapter()
+    return (0, length) if found is None else found.py_dataset.begin(counted=not found._looking)
+
+
+def _read_batch(adapter: weakref.ref[StreamAdapter], specs: list[Any], epoch: Any, batch: Any) -> list[Any]:
+    with _inside_tensorflow as going_on:
+        found = adapter()
+        if not going_on or found is None:
+            return [
+                np.empty([0 if side is None else side for side in spec.shape], spec.dtype.as_numpy_dtype)
+                for spec in specs
+            ]
+        parts = tree.flatten(found._standardize_batch(found.py_dataset.batch(int(epoch), int(batch))))
+    return [np.asarray(part, spec.dtype.as_numpy_dtype) for part, spec in zip(parts, specs, strict=True)]

@@ -8,11 +8,13 @@ import itertools
 import math
 import random
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 
+from oomproof._compat.keras import adapting
 from oomproof.data import feeding
 from oomproof.data.order import Indices, InOrder, Shuffled, ShuffledBlocks
 from oomproof.data.sources.shared import whole_number
@@ -73,6 +75,12 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is untyped
         state: The position of training, as a small dict for JSON: after the last trained batch if `keeper()` is among
             the callbacks of `fit`, else at the start of the next epoch.
     """
+
+    def __new__(cls, *_: Any, **__: Any) -> Stream:
+        stream: Stream = super().__new__(cls)
+        _ADAPTING.__enter__()
+        weakref.finalize(stream, _ADAPTING.give_up).atexit = False
+        return stream
 
     def __init__(
         self,
@@ -291,4 +299,5 @@ class _Keeper(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyp
             self._stream._position = ((self._stream._position or (0, 0))[0] + 1, 0)
 
 
-feeding.adapt(Stream)
+# Process-wide while a stream is there, since plain `fit` asks nobody; what is no stream gets Keras's own adapter.
+_ADAPTING = adapting(Stream, feeding.StreamAdapter)

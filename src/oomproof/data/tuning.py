@@ -7,6 +7,7 @@ import os
 import pathlib
 from typing import Any
 
+from oomproof._compat.names import TF_DATASET
 from oomproof._machine import host
 from oomproof._records.record import Record
 from oomproof._records.units import format_bytes, parse_budget
@@ -66,7 +67,7 @@ def tune(
         The new dataset. Its attribute `tuning` is a `Tuning`: audits before and after, and what was changed.
     """
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(dataset).__mro__}
-    if "tensorflow.python.data.ops.dataset_ops.DatasetV2" not in kinds:
+    if TF_DATASET not in kinds:
         raise TypeError(f"Expected a tf.data.Dataset. Received: dataset={dataset!r} (of type {type(dataset).__name__})")
     size = parse_budget(budget, host.total())
     if size is None:

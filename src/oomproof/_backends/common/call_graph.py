@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-from keras.src.models.functional import Functional
-from keras.src.ops.function import Function
+
+from oomproof._compat.keras import Function, Functional
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 
 import keras
 from keras import ops
-from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from oomproof._backends.common import losses
 from oomproof._backends.common.engine import Compute, Engine
 from oomproof._backends.common.model import fixed_regularisers, overwritten
 from oomproof._backends.common.predictions import Predictions
+from oomproof._compat.keras import get_stateless_scope
 from oomproof.errors import UnsupportedModelError
 
 

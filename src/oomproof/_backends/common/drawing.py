@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from keras import ops
-from keras.src.backend.common import global_state
 
 from oomproof._backends.common.draws import SHARED, Draw, DrawTable, Generators, Rows, Shape, name_of
+from oomproof._compat.keras import Carried
+from oomproof._compat.patches import Patch, Together
 
 Function = Callable[..., Any]
 
@@ -26,8 +25,7 @@ FUNCTIONS = (
     "normal", "uniform", "truncated_normal", "randint", "dropout",
     "categorical", "gamma", "beta", "binomial", "shuffle",
 )  # fmt: skip
-# Keras keeps this for each thread, and a segment that is computed again finds it, in whatever thread that happens.
-_CURRENT = "oomproof_drawing"
+_current = Carried("oomproof_drawing")
 
 
 class RandomFunctions(Protocol):
@@ -210,44 +208,23 @@ def _spread(value: Any, index: Any, total: int, rank: int) -> Any:
 @contextlib.contextmanager
 def drawing_by(drawing: Plain) -> Iterator[None]:
     """Who draws in this thread, where Keras's functions have been replaced."""
-    before = global_state.get_global_attribute(_CURRENT)
-    global_state.set_global_attribute(_CURRENT, drawing)
+    before = _current.value
+    _current.value = drawing
     try:
         yield
     finally:
-        global_state.set_global_attribute(_CURRENT, before)
+        _current.value = before
 
 
-class _Replacements:
-    """Functions of a module that ask who draws in their thread. In their place for as long as anybody wants them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wanted: Counter[tuple[int, str]] = Counter()
-        self._plain: dict[tuple[int, str], Function] = {}
-
-    @contextlib.contextmanager
-    def in_place(self, functions: RandomFunctions, names: Sequence[str]) -> Iterator[None]:
-        module, seeds = functions.module, functions.seed_function
-        with self._lock:
-            for name in (*names, seeds):
-                key = id(module), name
-                self._wanted[key] += 1
-                if self._wanted[key] == 1:
-                    self._plain[key] = getattr(module, name)
-                    setattr(module, name, (_seeding if name == seeds else _dispatching)(self._plain[key]))
-        try:
-            yield
-        finally:
-            with self._lock:
-                for name in (*names, seeds):
-                    key = id(module), name
-                    self._wanted[key] -= 1
-                    if not self._wanted[key]:
-                        setattr(module, name, self._plain.pop(key))
+@functools.cache
+def _patch(module: Any, name: str, seeds: bool) -> Patch:
+    return Patch(module, name, _seeding if seeds else _dispatching)
 
 
-_replacements = _Replacements()
+@functools.cache
+def _asking(module: Any, names: tuple[str, ...], seed_function: str) -> Together:
+    """Functions of a module that ask who draws in their thread."""
+    return Together(*(_patch(module, name, False) for name in names), _patch(module, seed_function, True))
 
 
 # Made once for each function: programs are compiled for the functions they call.
@@ -257,7 +234,7 @@ def _dispatching(plain: Function) -> Function:
 
     @functools.wraps(plain)
     def drawn(*args: Any, **kwargs: Any) -> Any:
-        drawing = global_state.get_global_attribute(_CURRENT)
+        drawing = _current.value
         if drawing is None:
             return plain(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
@@ -271,7 +248,7 @@ def _dispatching(plain: Function) -> Function:
 def _seeding(plain: Function) -> Function:
     @functools.wraps(plain)
     def drawn(seed: Any) -> Any:
-        drawing = global_state.get_global_attribute(_CURRENT)
+        drawing = _current.value
         return plain(seed) if drawing is None else drawing.seed(seed, plain(seed))
 
     return drawn
@@ -304,7 +281,7 @@ class RandomNumbers:
             rows: The samples.
             whole: Draw the numbers of the whole batch and take theirs; if not given, as `draws_whole` says.
         """
-        outer = global_state.get_global_attribute(_CURRENT)
+        outer = _current.value
         if isinstance(outer, _OfWhole) and outer.rows.samples is not None and rows.samples is None:
             # Pieces of a batch in another order.
             rows = Rows.of(outer.rows.samples[rows.start : rows.start + rows.size], rows.batch_size)
@@ -315,14 +292,14 @@ class RandomNumbers:
         kind = _OfWhole if whole else _InPieces
         drawing = kind(self._random, self._generators, self.draws, rows, self._others)
         names = FUNCTIONS if whole else self._random.replaced
-        with _replacements.in_place(self._random, names), drawing_by(drawing):
+        with _asking(self._random.module, names, self._random.seed_function), drawing_by(drawing):
             yield
 
     @contextlib.contextmanager
     def recorded_draws(self) -> Iterator[list[Draw]]:
         """Collects everything that is drawn in this thread, in order."""
         recorded = _Recorded(self._random, self._generators)
-        with _replacements.in_place(self._random, FUNCTIONS), drawing_by(recorded):
+        with _asking(self._random.module, FUNCTIONS, self._random.seed_function), drawing_by(recorded):
             yield recorded.draws
 
     def other_numbers(self) -> tuple[str, ...]:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
-from keras.src.backend.common import global_state
 
 from oomproof._backends.common.model import layers, seed_variables
+from oomproof._compat.keras import global_state
 
 Shape = tuple[int | None, ...]
 

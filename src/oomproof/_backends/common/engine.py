@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import keras
-from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from oomproof._backends.common.draws import DrawTable, Rows
+from oomproof._compat.keras import get_stateless_scope
 
 
 class PendingWrites(keras.StatelessScope):  # type: ignore[misc]

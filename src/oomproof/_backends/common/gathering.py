@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras import ops
-from keras.src import backend as keras_backend
-from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from oomproof._backends.common.computing import share_of, total
 from oomproof._backends.common.engine import Outcome
 from oomproof._backends.common.model import first_tensor, uses_kept_tensor
 from oomproof._backends.common.predictions import Predictions, check_rows, check_same_rows, rows_of_piece
 from oomproof._backends.common.split_batch import SplitBatch
+from oomproof._compat.keras import get_stateless_scope, standardize_dtype
 
 
 class Gathering(SplitBatch):
@@ -130,4 +129,4 @@ def _dot(targets: list[Any], slopes: list[Any]) -> Any:
 
 
 def _is_half(tensor: Any) -> bool:
-    return keras_backend.standardize_dtype(tensor.dtype) in ("float16", "bfloat16")
+    return standardize_dtype(tensor.dtype) in ("float16", "bfloat16")

@@ -8,12 +8,12 @@ all Keras losses share is replaced by one that divides the piece's S by the W of
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from keras import ops
-from keras.src.losses import loss as keras_reduction
+
+from oomproof._compat.keras import LOSS_REDUCTION, squeeze_or_expand_to_same_rank
 
 
 class UncountedNormaliserError(Exception):
@@ -54,7 +54,7 @@ class Reductions:
             total_elements, valid = _count(mask, values.dtype), ops.sum(mask)
         weight = _weight(sample_weight, mask, values.dtype)
         if weight is not None:
-            values, weight = keras_reduction.squeeze_or_expand_to_same_rank(values, weight)
+            values, weight = squeeze_or_expand_to_same_rank(values, weight)
             values = values * weight
         total = ops.sum(values)
         if reduction == "sum":
@@ -91,7 +91,7 @@ def _weight(sample_weight: Any, mask: Any, dtype: Any) -> Any:
     sample_weight = ops.cast(ops.convert_to_tensor(sample_weight), dtype)
     if mask is None:
         return sample_weight
-    mask, sample_weight = keras_reduction.squeeze_or_expand_to_same_rank(mask, sample_weight)
+    mask, sample_weight = squeeze_or_expand_to_same_rank(mask, sample_weight)
     return sample_weight * mask
 
 
@@ -99,29 +99,9 @@ def _count(values: Any, dtype: Any) -> Any:
     return ops.cast(ops.prod(ops.convert_to_tensor(ops.shape(values), dtype="int32")), dtype)
 
 
-_current = threading.local()
-_keras_reduce = keras_reduction.reduce_weighted_values
-
-
-def _reduce(*args: Any, **kwargs: Any) -> Any:
-    reductions: Reductions | None = getattr(_current, "reductions", None)
-    return _keras_reduce(*args, **kwargs) if reductions is None else reductions.reduce(*args, **kwargs)
-
-
-# Put in place once and for all; only a thread inside `replaced_by` sees anything but Keras's own. Losses may be
-# computed in other threads at the same time, by the user's data for one.
-keras_reduction.reduce_weighted_values = _reduce
-
-
-@contextlib.contextmanager
-def replaced_by(reductions: Reductions) -> Iterator[None]:
+def replaced_by(reductions: Reductions) -> contextlib.AbstractContextManager[None]:
     """Puts a `Reductions` in the place of Keras's reduction, in this thread."""
-    before = getattr(_current, "reductions", None)
-    _current.reductions = reductions
-    try:
-        yield
-    finally:
-        _current.reductions = before
+    return LOSS_REDUCTION.to(lambda _, *args, **kwargs: reductions.reduce(*args, **kwargs))
 
 
 # How a loss given to `add_loss` goes together from pieces, where it is neither "mean" nor "sum", or may be both.

@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 from keras import tree
-from keras.src.backend.common import global_state
-from keras.src.models.model import Trainer
 
+from oomproof._compat.keras import Trainer, global_state
+from oomproof._compat.names import is_kerass
 from oomproof.errors import UnsupportedModelError
 
 # Functions of Keras that mix the samples of a batch unless they are told an axis.
@@ -72,7 +72,7 @@ def seed_variables(model: Any) -> list[Any]:
 
 def draws_numbers(model: Any) -> bool:
     """Whether random numbers may be drawn when it is called: it has generators, or code of its own."""
-    return bool(seed_variables(model)) or not all(_is_kerass(type(layer)) for layer in layers(model))
+    return bool(seed_variables(model)) or not all(is_kerass(type(layer)) for layer in layers(model))
 
 
 def statistics_layers(model: Any) -> list[Any]:
@@ -106,12 +106,12 @@ def own_modules(thing: Any) -> Iterator[str]:
 
 def has_own_code(model: Any) -> bool:
     """Whether anything but Keras's own layers decides what the model computes."""
-    return any(not _is_kerass(type(layer)) or isinstance(layer, keras.layers.Lambda) for layer in layers(model))
+    return any(not is_kerass(type(layer)) or isinstance(layer, keras.layers.Lambda) for layer in layers(model))
 
 
 def has_own_state(model: Any) -> bool:
     """Whether code that is not Keras's keeps a state, and may do something else later on."""
-    own = [layer for layer in layers(model) if not _is_kerass(type(layer))]
+    own = [layer for layer in layers(model) if not is_kerass(type(layer))]
     return any(layer._non_trainable_variables for layer in own)
 
 
@@ -165,7 +165,7 @@ def losses_stream(model: Any) -> bool:
 
 
 def _loss_streams(loss: Any) -> bool:
-    if loss.reduction in (None, "none") or not _is_kerass(type(loss)):
+    if loss.reduction in (None, "none") or not is_kerass(type(loss)):
         return False
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         return False  # It reduces in its own way, wherever it comes from.
@@ -234,7 +234,7 @@ def _metric_streams(metric: Any) -> bool:
     function = getattr(metric, "_fn", None)
     if isinstance(function, keras.losses.Loss):
         return False  # A mean over the piece it is given.
-    return _is_kerass(type(metric)) and _by_sample(function, getattr(metric, "_fn_kwargs", {}))
+    return is_kerass(type(metric)) and _by_sample(function, getattr(metric, "_fn_kwargs", {}))
 
 
 def _by_sample(function: Any, options: dict[str, Any]) -> bool:
@@ -244,11 +244,7 @@ def _by_sample(function: Any, options: dict[str, Any]) -> bool:
     axis = options.get("axis", None if function in _MIXING else -1)
     axes = axis if isinstance(axis, list | tuple) else [axis]
     # Counted from the end, an axis before the last may be that of the samples.
-    return _is_kerass(function) and all(a is not None and (a == -1 or a > 0) for a in axes)
-
-
-def _is_kerass(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).startswith("keras.src.")
+    return is_kerass(function) and all(a is not None and (a == -1 or a > 0) for a in axes)
 
 
 def may_mask(model: Any, data: Any) -> bool:
@@ -266,7 +262,7 @@ def _makes_mask(layer: Any) -> bool:
         return bool(layer.mask_zero)
     if isinstance(layer, keras.layers.Masking | keras.layers.Lambda):
         return True
-    return not type(layer).__module__.startswith("keras.src.")
+    return not is_kerass(type(layer))
 
 
 def fixed_regularisers(model: Any) -> list[Any]:

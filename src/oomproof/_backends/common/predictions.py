@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 from keras import tree
-from keras.src import backend as keras_backend
 
 from oomproof._backends.common.engine import Engine
 from oomproof._backends.pieces import piece_bounds
+from oomproof._compat.keras import get_keras_mask, set_keras_mask
 from oomproof.errors import UnsupportedModelError
 
 _WHAT_TO_DO = """\
@@ -41,7 +41,7 @@ class Predictions:
         self._structure = tree.map_structure(lambda leaf: 0, y_pred)
         self._masked = []
         for leaf in tree.flatten(y_pred):
-            mask = None if leaf is None else keras_backend.get_keras_mask(leaf)
+            mask = None if leaf is None else get_keras_mask(leaf)
             self._masked.append(None if leaf is None else mask is not None)
             rows += [tensor for tensor in (leaf, mask) if tensor is not None]
         return rows
@@ -53,7 +53,7 @@ class Predictions:
             leaf = None if masked is None else next(remaining)
             mask = next(remaining) if masked else None
             if mask is not None and masks:
-                keras_backend.set_keras_mask(leaf, mask)
+                set_keras_mask(leaf, mask)
             leaves.append(leaf)
         return tree.pack_sequence_as(self._structure, leaves)
 

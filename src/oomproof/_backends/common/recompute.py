@@ -15,14 +15,12 @@ from typing import Any, Protocol
 
 import keras
 from keras import ops, tree
-from keras.src import backend as keras_backend
-from keras.src.backend.common import global_state
-from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from oomproof._backends.common.call_graph import Call, Graph
 from oomproof._backends.common.engine import Engine
 from oomproof._backends.common.model import layers
 from oomproof._backends.common.segments import all_graphs, resolved
+from oomproof._compat.keras import get_keras_mask, get_stateless_scope, global_state, set_keras_mask
 
 # Set while a segment runs: what it holds is computed again with it, and not once more by itself.
 _INSIDE = "oomproof_inside_segment"
@@ -264,7 +262,7 @@ class Bundle:
 
     def __init__(self, engine: Recomputing, structure: Any) -> None:
         leaves, self._pack = engine.flat(structure)
-        masks = [keras_backend.get_keras_mask(leaf) if isinstance(leaf, engine.tensor) else None for leaf in leaves]
+        masks = [get_keras_mask(leaf) if isinstance(leaf, engine.tensor) else None for leaf in leaves]
         self._rest = [*leaves, *masks]
         self._at = [index for index, leaf in enumerate(self._rest) if isinstance(leaf, engine.tensor)]
         self._tensors = [self._rest[index] for index in self._at]
@@ -283,7 +281,7 @@ class Bundle:
         count = len(leaves) // 2
         for leaf, mask in zip(leaves[:count], leaves[count:], strict=True):
             if mask is not None:
-                keras_backend.set_keras_mask(leaf, mask)
+                set_keras_mask(leaf, mask)
         return self._pack(leaves[:count])
 
 

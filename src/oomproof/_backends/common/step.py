@@ -10,8 +10,6 @@ from typing import Any
 import keras
 import numpy as np
 from keras import ops, tree
-from keras.src import backend as keras_backend
-from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from oomproof._backends.common import losses, statistics
 from oomproof._backends.common.draws import Draw, DrawTable, Rows, table_of
@@ -36,6 +34,7 @@ from oomproof._backends.common.proving import StepValues, emulating, epsilon, pr
 from oomproof._backends.common.recompute import Recomputing
 from oomproof._backends.common.segments import resolved
 from oomproof._backends.pieces import largest_piece, piece_bounds, piece_count
+from oomproof._compat.keras import compute_output_spec, get_stateless_scope, standardize_dtype
 from oomproof._records.exactness import Exactness
 from oomproof._records.run import Phase
 from oomproof._records.units import tensor_bytes
@@ -114,7 +113,7 @@ class ModelStep:
         if phase == "predict":
             if not all(layer.built for layer in layers(model)):
                 x, _, _ = unpack(tree.map_structure(_symbolic, data))
-                keras_backend.compute_output_spec(model, x, training=False)
+                compute_output_spec(model, x, training=False)
             return
         optimizer = model.optimizer if phase == "train" or self.evaluating_builds_optimizer else None
         try:
@@ -134,7 +133,7 @@ class ModelStep:
         return max(1, sum(self.bytes_of(leaf) for leaf in batch_leaves(data)) // max(self.batch_size(data), 1))
 
     def bytes_of(self, leaf: Any) -> int:
-        return tensor_bytes(tuple(leaf.shape), keras_backend.standardize_dtype(leaf.dtype))
+        return tensor_bytes(tuple(leaf.shape), standardize_dtype(leaf.dtype))
 
     def splittable(self, data: Any) -> bool:
         leaves = batch_leaves(data)
@@ -373,7 +372,7 @@ class ModelStep:
 
     def resident(self) -> dict[str, int]:
         def size(variables: Sequence[Any]) -> int:
-            return sum(tensor_bytes(tuple(v.shape), keras_backend.standardize_dtype(v.dtype)) for v in variables)
+            return sum(tensor_bytes(tuple(v.shape), standardize_dtype(v.dtype)) for v in variables)
 
         model = self.model
         optimizer = [] if model.optimizer is None else list(model.optimizer.variables)
@@ -407,4 +406,4 @@ def _symbolic(leaf: Any) -> Any:
     if leaf is None:
         return None
     shape = tuple(leaf.shape)
-    return keras.KerasTensor((None, *shape[1:]) if shape else shape, keras_backend.standardize_dtype(leaf.dtype))
+    return keras.KerasTensor((None, *shape[1:]) if shape else shape, standardize_dtype(leaf.dtype))

@@ -8,7 +8,8 @@ from typing import Any
 
 import keras
 from keras import tree
-from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
+
+from oomproof._compat.keras import CompileLoss, CompileMetrics
 
 
 @contextlib.contextmanager

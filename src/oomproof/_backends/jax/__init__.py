@@ -5,6 +5,7 @@ A batch is pulled here, before the step, so that a step that fails has its batch
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -70,6 +71,9 @@ class JaxBackend:
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         object.__setattr__(model, "jax_state_sync", functools.partial(_sync, model, settle, threading.get_ident()))
         return put_in_place(model, dict.fromkeys(FUNCTIONS, _on_state), run)
+
+    def reading(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()  # Batches are pulled here.
 
     def uninstall(self, model: Any) -> None:
         taken_away(model)

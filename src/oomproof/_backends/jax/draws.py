@@ -15,10 +15,10 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.extend import random as jax_random
-from keras.src.backend.jax import random as keras_random
 
 from oomproof._backends.common.drawing import FUNCTIONS, Function, WithSeed, drawing_by
 from oomproof._backends.common.draws import Shape
+from oomproof._compat.jax import keras_random
 
 _SPREAD = 0x9E3779B1
 

@@ -8,22 +8,21 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
-import keras
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.experimental import sparse
 from keras import tree
-from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from oomproof._backends.common.drawing import RandomNumbers
 from oomproof._backends.common.engine import Compute, Outcome, PendingWrites, Piece
-from oomproof._backends.common.model import first_tensor, overwritten
+from oomproof._backends.common.model import first_tensor, fixed_regularisers, overwritten
 from oomproof._backends.common.predictions import insist
 from oomproof._backends.common.recompute import recomputing
 from oomproof._backends.jax.draws import JaxRandom
 from oomproof._backends.jax.host_batches import is_on_host, to_device
 from oomproof._backends.pieces import largest_piece
+from oomproof._compat.keras import get_stateless_scope, is_in_jax_tracing_scope
 
 
 class JaxEngine(RandomNumbers):
@@ -49,22 +48,21 @@ class JaxEngine(RandomNumbers):
         return PendingWrites.within(state)
 
     def call(self, x: Any, training: bool) -> Any:
-        """As Keras's stateless_call, which is what its own step uses: past `Layer.__call__` of the model itself."""
+        """By stateless_call, as in Keras's own step: what is written to other than non-trainable variables is lost."""
         model, scope = self.model, get_stateless_scope()
         model._clear_losses()
-        before = dict(scope.state_mapping)
         options = {"training": training} if model._call_has_training_arg else {}
-        forward = model.call if model.dtype_policy.quantization_mode is None else model.quantized_call
-        if model._remat_mode is not None:
-            forward = model.rematerialized_call(forward, x, **options)
+        trainable, others = (
+            [variable.value for variable in variables]
+            for variables in (model.trainable_variables, model.non_trainable_variables)
+        )
         with recomputing(model, self.recompute if training else (), self):
-            y_pred = forward(x, **options)
-        # What a call writes to anything but non-trainable variables is forgotten on JAX.
-        kept = {id(variable) for variable in model.non_trainable_variables}
-        for key in [key for key in scope.written if key not in kept]:
-            del scope.written[key], scope.state_mapping[key]
-            if key in before:
-                scope.state_mapping[key] = before[key]
+            y_pred, new, losses = model.stateless_call(trainable, others, x, return_losses=True, **options)
+        for variable, before, after in zip(model.non_trainable_variables, others, new, strict=True):
+            if after is not before:
+                scope.add_update((variable, after))
+        # Those of regularisers come last. Keras makes them anew whenever it asks a model for its losses.
+        scope.losses.extend(losses[: len(losses) - len(fixed_regularisers(model))])
         return y_pred
 
     @staticmethod
@@ -185,7 +183,7 @@ class JaxEngine(RandomNumbers):
 
 
 def tracing() -> bool:
-    return bool(keras.src.utils.jax_utils.is_in_jax_tracing_scope())
+    return bool(is_in_jax_tracing_scope())
 
 
 def _scanned(piece: Piece, count: int, size: int, state: list[Any], largest: Collection[int]) -> Outcome:

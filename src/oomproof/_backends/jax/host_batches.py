@@ -18,10 +18,10 @@ import jax
 import keras
 import numpy as np
 from keras import tree
-from keras.src.backend.jax.trainer import JAXEpochIterator
 
 from oomproof._backends.common.model import overrides, unpack
 from oomproof._backends.common.step import batch_leaves
+from oomproof._compat.jax import BATCHES_AHEAD
 
 _feeds: weakref.WeakKeyDictionary[Any, Feed] = weakref.WeakKeyDictionary()
 _wanted: weakref.WeakKeyDictionary[Any, Wanted] = weakref.WeakKeyDictionary()
@@ -75,9 +75,13 @@ def fed(model: Any, iterator: Iterator[Any]) -> Iterator[Any]:
     if not isinstance(iterator, GeneratorType) or not can_stay_on_host(model):
         return iterator
     if iterator not in _feeds:
-        ahead = JAXEpochIterator.__dict__.get("_one_batch_ahead_iterator")
         begun = inspect.getgeneratorstate(iterator) != inspect.GEN_CREATED
-        if begun or ahead is None or iterator.gi_code is not ahead.__code__ or iterator.gi_frame is None:
+        if (
+            begun
+            or BATCHES_AHEAD is None
+            or iterator.gi_code is not BATCHES_AHEAD.__code__
+            or iterator.gi_frame is None
+        ):
             return iterator
         source = iterator.gi_frame.f_locals.get("numpy_iterator")
         if source is None:

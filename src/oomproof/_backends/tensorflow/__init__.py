@@ -6,6 +6,7 @@ methods a generator. A batch is pulled here, before the step, so that a step tha
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -75,6 +76,9 @@ class TensorFlowBackend:
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         return put_in_place(model, {"train": _on_iterator, "test": _on_iterator, "predict": _on_list}, run)
+
+    def reading(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()  # Batches are pulled here.
 
     def uninstall(self, model: Any) -> None:
         taken_away(model)

@@ -87,7 +87,7 @@ def _cpu_limit() -> int | None:
 
 def _gpu_limit() -> int | None:
     # The allocator's limit, not the card's size: TensorFlow keeps some of the card back.
-    from tensorflow.python.client import device_lib
+    from oomproof._compat.tensorflow import device_lib
 
     for device in device_lib.list_local_devices():
         if device.device_type == "GPU" and device.name.endswith("GPU:0"):

@@ -12,13 +12,12 @@ import operator
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend import standardize_dtype
-from keras.src.backend.config import floatx
-from keras.src.backend.tensorflow import random as keras_random
-from tensorflow.python.framework import tensor_util
+from keras.config import floatx
 
 from oomproof._backends.common.drawing import FUNCTIONS, Function, noise_shape
 from oomproof._backends.common.draws import Shape
+from oomproof._compat.keras import standardize_dtype
+from oomproof._compat.tensorflow import cast_seed, keras_random, tensor_util
 
 _AUTO_SELECT = tf.random.Algorithm.AUTO_SELECT.value
 # A truncated normal number may take several tries, so each four of them have this many counts.
@@ -54,7 +53,7 @@ class TensorFlowRandom:
 
     def rows(self, function: str, plain: Function, arguments: dict[str, Any], first: Any, total: Any) -> Any:
         # Looked up there, since it stands aside as well.
-        seed = keras_random._cast_seed(keras_random.draw_seed(arguments["seed"]))
+        seed = cast_seed(keras_random.draw_seed(arguments["seed"]))
         if function == "dropout":
             return self._dropout(arguments, seed, first)
         shape, dtype = arguments["shape"], arguments["dtype"] or floatx()

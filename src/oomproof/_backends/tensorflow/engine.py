@@ -9,9 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 from keras import tree
-from tensorflow.python.eager import record
-from tensorflow.python.eager.tape import variable_accessed
-from tensorflow.python.framework.errors_impl import InaccessibleTensorError
 
 from oomproof._backends.common.drawing import RandomNumbers
 from oomproof._backends.common.engine import Compute, Outcome, Piece
@@ -21,6 +18,7 @@ from oomproof._backends.tensorflow.draws import TensorFlowRandom
 from oomproof._backends.tensorflow.pieces import finished, number_of_pieces, over_pieces, pick, size_of, take
 from oomproof._backends.tensorflow.size_checks import insist
 from oomproof._backends.tensorflow.writes import PendingWrites
+from oomproof._compat.tensorflow import InaccessibleTensorError, record, variable_accessed
 
 
 class TensorFlowEngine(RandomNumbers):

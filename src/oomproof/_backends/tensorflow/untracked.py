@@ -8,11 +8,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from oomproof._backends.common.model import call, layers
 from oomproof._backends.tensorflow.pieces import placeholders
 from oomproof._backends.tensorflow.writes import PendingWrites
+from oomproof._compat.names import is_kerass
+from oomproof._compat.tensorflow import get_read_write_resource_inputs
 
 # These take hold of a variable and leave it as it is.
 _PASS_ON = {"Identity", "IdentityN"}
@@ -44,7 +45,7 @@ def _dtype(handle: Any) -> Any:
 
 def _is_kerass(layer: Any) -> bool:
     own_code = isinstance(layer, keras.layers.Lambda)
-    return type(layer).__module__.startswith("keras.src.") and not own_code
+    return is_kerass(type(layer)) and not own_code
 
 
 def _kept_by_layers(model: Any) -> Iterator[tuple[str, tf.Variable]]:

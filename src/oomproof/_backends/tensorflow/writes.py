@@ -9,18 +9,15 @@ nothing can run out of memory any more, and before it nothing has changed.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import ops as keras_ops
-from keras.src.backend.common.stateless_scope import get_stateless_scope
-from keras.src.backend.tensorflow.optimizer import TFOptimizer
-from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from oomproof._backends.common.engine import PendingWrites as Pending
+from oomproof._compat.keras import get_stateless_scope
+from oomproof._compat.tensorflow import NEUTRAL_UPDATES, while_updating
 
 # Appears in the name of every op of the update, and so in the error when one of them runs out of memory.
 COMMIT_SCOPE = "oomproof_commit"
@@ -160,7 +157,7 @@ def apply_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequenc
     scope.end_of_gradients()
     dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
     # Waiting for all gradients means that activations are gone before new values are made: lower peak.
-    with tf.name_scope(COMMIT_SCOPE), after(dense):
+    with _KERAS_GIVES_WAY, tf.name_scope(COMMIT_SCOPE), after(dense):
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
 
@@ -189,10 +186,7 @@ def _var_key(optimizer: Any, variable: Any) -> Any:
 
 # What takes the place of TensorFlow's overrides while an update is made here. A subclass's own method stays.
 _NEUTRAL: dict[str, Callable[..., Any]] = {
-    "_apply_weight_decay": BaseOptimizer._apply_weight_decay,
-    "_backend_update_step": BaseOptimizer._backend_update_step,
-    "_overwrite_model_variables_with_average_value": BaseOptimizer._overwrite_model_variables_with_average_value,
-    "_backend_increment_gradient_accumulators": BaseOptimizer._backend_increment_gradient_accumulators,
+    **NEUTRAL_UPDATES,
     "assign": _deferred("scatter_update", lambda old, new: new),
     "assign_add": _deferred("scatter_add", lambda old, new: old + new),
     "assign_sub": _deferred("scatter_sub", lambda old, new: old - new),
@@ -247,17 +241,5 @@ def _branch_of(outer: PendingWrites) -> PendingWrites:
     return scope
 
 
-def _dispatching(neutral: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        return (original if _updating_scope() is None else neutral)(optimizer, *args, **kwargs)
-
-    return method
-
-
-# Put in place once and for all, and only where a scope of ours is being updated do they differ from Keras's: swapping
-# them for the time of a trace would be seen by other threads. On the class, not the optimizer: optimizers hold others,
-# and call what they override through super().
-for _name, _method in _NEUTRAL.items():
-    setattr(TFOptimizer, _name, _dispatching(_method, vars(TFOptimizer)[_name]))
-keras_ops.cond = _deferring_cond(keras_ops.cond)
+# Only where a scope of ours is being updated do they differ from Keras's.
+_KERAS_GIVES_WAY = while_updating(lambda: _updating_scope() is not None, _NEUTRAL, _deferring_cond)

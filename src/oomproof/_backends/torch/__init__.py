@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,7 +12,6 @@ import keras
 import numpy as np
 import torch
 from keras import tree
-from keras.src.backend.torch import trainer as keras_trainer
 
 from oomproof._backends.base import RunBatch, Traits
 from oomproof._backends.common.keras_functions import (
@@ -32,6 +30,7 @@ from oomproof._backends.torch.device import TorchMemory
 from oomproof._backends.torch.engine import TorchEngine, take
 from oomproof._backends.torch.gradients import full_batch_gradients
 from oomproof._backends.torch.step import TorchStep
+from oomproof._compat.torch import EPOCH_ITERATOR, RUNS_SEVERAL_STEPS, is_distributed
 from oomproof._records.run import Phase
 from oomproof._records.trace import Workload
 from oomproof._version import __version__
@@ -56,6 +55,12 @@ class TorchBackend:
 
     def check_model(self, model: Any) -> None:
         check_has_no_own_step(model)
+        if is_distributed(model):
+            raise UnsupportedModelError(
+                "torch.distributed is initialised, so Keras trains this model in several processes. oomproof does not "
+                "support that yet: one that runs out of memory would leave the others waiting. Train it without "
+                "`guard`, or in one process."
+            )
         wrappers = [layer for layer in layers(model) if isinstance(layer, keras.layers.TorchModuleWrapper)]
         for layer in wrappers:
             for module in layer.modules():
@@ -76,11 +81,15 @@ class TorchBackend:
 
     def install(self, model: Any, run: RunBatch, settle: Callable[[], None]) -> Sequence[str]:
         expandable.let_grow()
-        if model.steps_per_execution > 1:
+        if model.steps_per_execution > 1 and not RUNS_SEVERAL_STEPS:
             # Keras has its own error for that, and raises it where it finds no function.
             self.uninstall(model)
             return tuple(FUNCTIONS)
         return put_in_place(model, dict.fromkeys(FUNCTIONS, _on_list), run)
+
+    def reading(self) -> AbstractContextManager[None]:
+        # Keras pulls the batches, with an iterator that it makes in every call of `fit`.
+        return EPOCH_ITERATOR.to(lambda kind, *args, **kwargs: _saying_where(kind)(*args, **kwargs))
 
     def uninstall(self, model: Any) -> None:
         taken_away(model)
@@ -115,7 +124,10 @@ class TorchBackend:
 
 
 def _on_list(model: Any, run: RunBatch, phase: Phase, batches: Sequence[Any]) -> Any:
-    return run(phase, _as_arrays(batches[0]), None)
+    results = [run(phase, _as_arrays(batch), None) for batch in batches]
+    if phase != "predict" or len(results) == 1:
+        return results[-1]
+    return tree.map_structure(lambda *parts: torch.cat(parts), *results)
 
 
 def _as_arrays(data: Any) -> Any:
@@ -127,20 +139,15 @@ def _as_arrays(data: Any) -> Any:
     return tree.map_structure(convert, data)
 
 
-class _EpochIterator(keras_trainer.TorchEpochIterator):  # type: ignore[misc]
-    """Keras's own. For a guarded model it says where an error came from when a batch could not be read."""
+@functools.cache
+def _saying_where(epoch_iterator: type) -> type:
+    """Keras's own kind of iterator, which says where an error came from when a batch could not be read."""
 
-    def __iter__(self) -> Any:
-        reader = sys._getframe(1).f_locals.get("self")
-        self._guarded = isinstance(getattr(reader, "train_function", None), functools.partial)
-        return super().__iter__()
+    class SayingWhere(epoch_iterator):  # type: ignore[misc]
+        def __next__(self) -> Any:
+            return pulled(iter(super().__next__, None))
 
-    def __next__(self) -> Any:
-        return pulled(iter(super().__next__, None)) if self._guarded else super().__next__()
-
-
-# Put in place once and for all: Keras makes a new one in every call of `fit`, where nothing of ours is asked.
-keras_trainer.TorchEpochIterator = _EpochIterator
+    return SayingWhere
 
 
 @functools.cache

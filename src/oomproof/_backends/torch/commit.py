@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from oomproof._backends.common.model import written_by_update
 from oomproof._backends.torch.writes import settled, write
+from oomproof._compat.torch import cloned, updates_all_at_once
 
 _MARK = "_oomproof_commit"
 # Advances a value that all variables share whenever it is called.
@@ -61,7 +62,7 @@ class Commit:
                 variables = _unique([*weights, *written_by_update(optimizer), *(variable for variable, _ in pending)])
                 values = [variable._value for variable in variables]
                 with torch.no_grad():
-                    journal = self._copied_to_host(variables) if lean else _cloned(values)
+                    journal = self._copied_to_host(variables) if lean else cloned(values)
             # Before the update: a layer may have written to a weight, and what it wrote is what is updated.
             write(writes)
             if gradients:
@@ -96,11 +97,6 @@ class Commit:
         return copies
 
 
-def _cloned(values: list[Any]) -> list[Any]:
-    clone_all: Callable[[list[Any]], Any] | None = getattr(torch, "_foreach_clone", None)
-    return list(clone_all(values)) if clone_all is not None else [value.clone() for value in values]
-
-
 def _put_back(values: Sequence[Any], journal: Sequence[Any]) -> None:
     """Nothing was written before the journal was complete, so without one there is nothing to do."""
     with torch.no_grad():
@@ -117,7 +113,7 @@ def _one_by_one(optimizer: Any) -> Iterator[None]:
     """Lets Keras's update of all variables at once go one by one: the same numbers from less memory."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     kind = type(inner)
-    if kind.__name__ in _SHARING or not kind.__module__.startswith("keras.src.backend.torch.optimizers."):
+    if kind.__name__ in _SHARING or not updates_all_at_once(kind):
         # Optimizers of other kinds go one by one as it is.
         yield
         return

@@ -6,12 +6,12 @@ import logging
 import re
 
 import torch
-from keras.src.backend.torch.core import get_device
 
 from oomproof._backends.base import MemoryUse, Shortage
 from oomproof._backends.common.errors import forget_last_error, without_frames
 from oomproof._backends.torch import expandable
 from oomproof._backends.torch.commit import failed_in_commit
+from oomproof._compat.torch import get_device
 from oomproof._records.run import Device
 
 logger = logging.getLogger("oomproof")

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from keras.src.backend.torch import random as keras_random
 
 from oomproof._backends.common.drawing import Function
 from oomproof._backends.common.draws import Shape
+from oomproof._compat.torch import keras_random
 
 _SPREAD = 0x9E3779B1
 

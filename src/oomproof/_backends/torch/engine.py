@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from keras import tree
-from keras.src.backend.torch.core import convert_to_tensor, get_device
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from oomproof._backends.common.call_graph import graph_of
@@ -24,6 +22,7 @@ from oomproof._backends.common.recompute import Rewiring
 from oomproof._backends.torch.draws import TorchRandom
 from oomproof._backends.torch.untracked import OutsideState
 from oomproof._backends.torch.writes import Gradients, PendingWrites
+from oomproof._compat.torch import DropoutNd, convert_to_tensor, get_device, is_traced, tree_flatten, tree_unflatten
 
 
 class TorchEngine(RandomNumbers):
@@ -62,11 +61,7 @@ class TorchEngine(RandomNumbers):
     def other_numbers(self) -> tuple[str, ...]:
         # torch's own layers draw past Keras's functions.
         modules = {id(m): (layer, m) for layer in layers(self.model) for m in layer.modules()}
-        unseen = [
-            owner.path or owner.name
-            for owner, m in modules.values()
-            if isinstance(m, torch.nn.modules.dropout._DropoutNd)
-        ]
+        unseen = [owner.path or owner.name for owner, m in modules.values() if isinstance(m, DropoutNd)]
         return tuple(dict.fromkeys([*super().other_numbers(), *unseen]))
 
     def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
@@ -102,7 +97,7 @@ class TorchEngine(RandomNumbers):
             return contextlib.nullcontext(), _computed_again(self.outside.modules())
 
         # In a trace nothing is drawn, and torch looks for random states on devices that its tensors are not on.
-        traced = torch._guards.detect_fake_mode(tensors) is not None
+        traced = is_traced(tensors)
         # It would stop early by raising an error through Keras, which makes other errors of those that pass.
         with set_checkpoint_early_stop(False):
             results: list[Any] = checkpoint(

@@ -13,7 +13,8 @@ import platform
 import sys
 
 import torch
-from keras.src.backend.torch.core import get_device
+
+from oomproof._compat.torch import get_device, set_allocator
 
 logger = logging.getLogger("oomproof")
 
@@ -49,9 +50,8 @@ def let_grow() -> None:
 def _switch_on() -> None:
     # torch forgets what it was told before, so that is said again.
     settings = ",".join(part for part in (_said(), f"{_NAME}:True") if part)
-    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     try:
-        tell(settings)
+        set_allocator(settings)
     except Exception as error:
         _refused.append(str(error))
         logger.info(f"oomproof: torch's segments stay as they are ({type(error).__name__}: {error})")

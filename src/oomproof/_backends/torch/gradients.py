@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import torch
 from keras import ops
-from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from oomproof._backends.common.own_loss import check_have_gradients, own_loss
 from oomproof._backends.common.step import batch_leaves
@@ -17,6 +16,7 @@ from oomproof._backends.pieces import piece_bounds, piece_count
 from oomproof._backends.torch.engine import size_of, take
 from oomproof._backends.torch.untracked import generators
 from oomproof._backends.torch.writes import Gradients, PendingWrites, settled, write
+from oomproof._compat.keras import get_stateless_scope
 
 
 def full_batch_gradients(

@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import torch
 from keras import tree
-from torch._dynamo.exc import TorchDynamoException
 
 from oomproof._backends.common.draws import Draw, Rows
 from oomproof._backends.common.model import caveat_of_statistics, seed_variables, unpack, written_by_update
@@ -22,6 +21,7 @@ from oomproof._backends.torch.engine import TorchEngine, as_tensor, take
 from oomproof._backends.torch.lost_device import lost_device
 from oomproof._backends.torch.tree_walks import without_cycles
 from oomproof._backends.torch.writes import settled, write
+from oomproof._compat.torch import NormBase, TorchDynamoException
 from oomproof._records.run import Phase
 
 logger = logging.getLogger("oomproof")
@@ -119,11 +119,7 @@ class TorchStep(ModelStep):
         self._run(probe, keep=False)
 
     def caveats(self) -> tuple[str, ...]:
-        kinds = {
-            type(module).__name__
-            for module in self.engine.outside.modules()
-            if isinstance(module, torch.nn.modules.batchnorm._NormBase)
-        }
+        kinds = {type(module).__name__ for module in self.engine.outside.modules() if isinstance(module, NormBase)}
         found = tuple(caveat_of_statistics(f"torch's {kind}") for kind in sorted(kinds))
         return super().caveats() + found
 

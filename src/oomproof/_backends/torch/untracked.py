@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from keras.src.backend.torch.core import get_device
 
 from oomproof._backends.common.model import layers
+from oomproof._compat.torch import get_device, mps_generator
 
 
 class OutsideState:
@@ -112,5 +112,5 @@ def generators() -> list[Any]:
         index = runtime.current_device() if device.index is None else device.index
         return [torch.default_generator, runtime.default_generators[index]]
     if device.type == "mps":
-        return [torch.default_generator, torch.mps._get_default_mps_generator()]
+        return [torch.default_generator, mps_generator()]
     return [torch.default_generator]

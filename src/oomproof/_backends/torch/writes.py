@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from keras.src.backend.common.variables import initialize_all_variables
 
 from oomproof._backends.common.engine import PendingWrites as Pending
+from oomproof._compat.keras import initialize_all_variables
+from oomproof._compat.torch import copy_all
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -54,7 +55,7 @@ def write(settled_writes: Sequence[tuple[Any, Any]]) -> None:
     """Makes settled writes, all of them in one call that an interrupt cannot come into."""
     if settled_writes:
         with torch.no_grad():
-            torch._foreach_copy_([v._value for v, _ in settled_writes], [value for _, value in settled_writes])
+            copy_all([v._value for v, _ in settled_writes], [value for _, value in settled_writes])
 
 
 class _Assigned(torch.autograd.Function):  # type: ignore[misc]

@@ -8,19 +8,17 @@ then no scores are kept; JAX asks for the library's version and the card.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 
+from oomproof._compat.jax import cudnn_questions
+from oomproof._compat.patches import Redirect
 from oomproof._records.trace import Target
 
 _NOTE = "LSTM layers run in cuDNN; what it keeps is modelled."
 _ATTENTION_NOTE = "Attention is taken to run in cuDNN where it can: half precision, compute capability 8.0."
-_ATTENTION = "jax._src.cudnn.fused_attention_stablehlo"
 _CUDNN_VERSION = 91002
 _LSTM_FIXED = 8 << 20
 
@@ -33,60 +31,51 @@ def traced_for(target: Target, notes: list[str]) -> Iterator[None]:
         target: The device.
         notes: Where to say what was assumed.
     """
-    # Keras has a function of that name, too.
-    keras_rnn = importlib.import_module("keras.src.backend.jax.rnn")
-    if not target.gpu or jax.default_backend() == "gpu" or not hasattr(keras_rnn, "_is_gpu_available"):
+    questions = cudnn_questions() if target.gpu and jax.default_backend() != "gpu" else None
+    if questions is None:
         yield
         return
-    from jax.experimental import rnn as jax_rnn
 
-    def sizes(inputs: int, units: int, layers: int, batch: int, steps: int, dropout: float, both: bool, *_: Any) -> Any:
+    def sizes(
+        _: Any, inputs: int, units: int, layers: int, batch: int, steps: int, dropout: float, both: bool, *__: Any
+    ) -> Any:
         if _NOTE not in notes:
             notes.append(_NOTE)
         return lstm_sizes(inputs, units, layers, batch, steps, both)
 
-    name = "compute_rnn_workspace_reserve_space_sizes"
     with (
-        mock.patch.object(keras_rnn, "_is_gpu_available", return_value=True),
-        mock.patch.object(jax_rnn.gpu_rnn, name, sizes, create=True),
-        _attention_as_on(target, notes),
+        questions.gpu.to(lambda _: True),
+        questions.rnn_sizes.to(sizes),
+        _attention_as_on(target, notes, questions.attention),
     ):
         yield
 
 
 @contextlib.contextmanager
-def _attention_as_on(target: Target, notes: list[str]) -> Iterator[None]:
+def _attention_as_on(target: Target, notes: list[str], questions: Mapping[str, Redirect]) -> Iterator[None]:
     """Inside, JAX finds cuDNN and the target's compute capability where it looks whether cuDNN can do attention."""
-    try:
-        fused = importlib.import_module(_ATTENTION)
-    except ImportError:
-        yield
-        return
 
-    def at_least(capability: str) -> bool:
+    def at_least(_: Any, capability: str) -> bool:
         return target.capability >= tuple(map(int, capability.split(".")))
 
-    def equal(capability: str) -> bool:
+    def equal(_: Any, capability: str) -> bool:
         return target.capability == tuple(map(int, capability.split(".")))
 
-    def checked(*arguments: Any, **options: Any) -> Any:
+    def checked(check: Any, *arguments: Any, **options: Any) -> Any:
         found = check(*arguments, **options)
         if _ATTENTION_NOTE not in notes:
             notes.append(_ATTENTION_NOTE)
         return found
 
-    check: Any = getattr(fused, "check_is_flash_attention", None)
-    answers = {
-        "check_cudnn_version": lambda: _CUDNN_VERSION,
+    answers: dict[str, Callable[..., Any]] = {
+        "check_cudnn_version": lambda _: _CUDNN_VERSION,
         "check_compute_capability": at_least,
         "is_cuda_compute_capability_equal": equal,
-        "check_is_flash_attention": functools.wraps(check)(checked) if check else None,
+        "check_is_flash_attention": checked,
     }
     with contextlib.ExitStack() as stack:
-        for name, answer in answers.items():
-            # Other versions of JAX have other questions; what is not there is not asked.
-            if hasattr(fused, name):
-                stack.enter_context(mock.patch.object(fused, name, answer))
+        for name, question in questions.items():
+            stack.enter_context(question.to(answers[name]))
         yield
 
 

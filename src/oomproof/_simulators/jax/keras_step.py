@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import keras
-from keras.src.backend.common import global_state
 
 from oomproof._backends.common.recompute import recomputing
 from oomproof._backends.common.unbuilt import copies_of_unbuilt
 from oomproof._backends.jax.engine import JaxEngine
+from oomproof._compat.keras import global_state
 from oomproof._records.trace import Category, Spec, Workload
 from oomproof._simulators.jax.cudnn import traced_for
 from oomproof._simulators.xla.writer import Role

@@ -15,10 +15,10 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2, rewriter_config_pb2
-from tensorflow.python.grappler import cluster, item, tf_optimizer
 
 from oomproof._backends.common.recompute import recomputing
 from oomproof._backends.tensorflow.engine import TensorFlowEngine
+from oomproof._compat.tensorflow import cluster, item, tf_optimizer
 from oomproof._records.trace import Category, Target, Workload
 from oomproof._records.units import tensor_bytes
 from oomproof._simulators.tensorflow.scopes import layer_paths, noted_scopes

@@ -12,8 +12,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.backend.tensorflow.core import name_scope
+
+from oomproof._compat.keras import global_state
+from oomproof._compat.tensorflow import NAME_SCOPE
 
 OPTIMIZER = "\0optimizer"
 
@@ -22,9 +23,8 @@ OPTIMIZER = "\0optimizer"
 def noted_scopes() -> Iterator[dict[str, str]]:
     """Yields a dict that fills with the layer's path, or `OPTIMIZER`, of each scope opened in the block."""
     scopes: dict[str, str] = {}
-    enter = name_scope.__enter__
 
-    def noting(scope: Any) -> Any:
+    def noting(enter: Any, scope: Any) -> Any:
         result = enter(scope)
         callers = [entry.caller for entry in global_state.get_global_attribute("name_scope_stack") or ()]
         if isinstance(scope.caller, keras.optimizers.Optimizer):
@@ -35,11 +35,8 @@ def noted_scopes() -> Iterator[dict[str, str]]:
             scopes[tf.get_current_name_scope()] = "/".join(layers[1:])
         return result
 
-    name_scope.__enter__ = noting
-    try:
+    with NAME_SCOPE.to(noting):
         yield scopes
-    finally:
-        name_scope.__enter__ = enter
 
 
 def layer_paths(model: Any) -> dict[int, str]:

@@ -10,11 +10,10 @@ from typing import Any
 
 import tensorflow as tf
 from keras import tree
-from tensorflow.python.eager import context
-from tensorflow.python.eager.polymorphic_function import compiler_ir
 
 from oomproof._backends.common.recompute import recomputing
 from oomproof._backends.tensorflow.engine import TensorFlowEngine
+from oomproof._compat.tensorflow import compiler_ir, context
 from oomproof._records.trace import Workload
 from oomproof._simulators.tensorflow.graph import variables_of
 from oomproof._simulators.tensorflow.names import Scopes

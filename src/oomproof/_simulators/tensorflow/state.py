@@ -7,16 +7,15 @@ no storage, in copies of the optimizer, the losses and the metrics, and the mode
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from keras.src import backend as keras_backend
-from tensorflow.python.ops import resource_variable_ops
 
 from oomproof._backends.common.call_graph import graph_of
 from oomproof._backends.common.unbuilt import copies_of_unbuilt
+from oomproof._compat.keras import OUTPUT_SPEC
+from oomproof._compat.tensorflow import resource_variable_ops
 from oomproof._records.run import Phase
 
 _SHARED_FROM = 2**14  # Elements of a variable; what is smaller is not worth it.
@@ -48,18 +47,14 @@ def _outputs_from_graph(model: Any) -> Iterator[None]:
     if graph_of(model) is None or not all(layer.built for layer in model._flatten_layers()):
         yield
         return
-    original = keras_backend.compute_output_spec
 
-    def compute_output_spec(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return (model.compute_output_spec if function is model else functools.partial(original, function))(
-            *args, **kwargs
-        )
+    def of_model(original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function is model:
+            return model.compute_output_spec(*args, **kwargs)
+        return original(function, *args, **kwargs)
 
-    keras_backend.compute_output_spec = compute_output_spec
-    try:
+    with OUTPUT_SPEC.to(of_model):
         yield
-    finally:
-        keras_backend.compute_output_spec = original
 
 
 def without_storage() -> contextlib.AbstractContextManager[Any]:

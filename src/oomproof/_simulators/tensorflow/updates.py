@@ -14,7 +14,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.ops import resource_variable_ops
+
+from oomproof._compat.tensorflow import resource_variable_ops
 
 # Whose update looks at nothing of a weight but its shape, its dtype and its slots.
 _NAMES = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Lion")

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import torch
-from keras.src.backend.common import KerasVariable, global_state
-from keras.src.saving.keras_saveable import KerasSaveable
+
+from oomproof._compat.keras import KerasSaveable, global_state
+from oomproof._compat.names import is_kerass
 
 _CONTAINERS = (list, dict, set)
 
@@ -52,7 +54,7 @@ class Snapshot:
             if _has_state(thing):
                 self._attributes.append((vars(thing), dict(vars(thing))))
                 pending.extend(vars(thing).values())
-            if isinstance(thing, KerasVariable):
+            if isinstance(thing, keras.Variable):
                 self.variables.append(thing)
             elif isinstance(thing, torch.nn.Module):
                 self.modules.append(thing)
@@ -75,7 +77,7 @@ class Snapshot:
 def _has_state(thing: Any) -> bool:
     if isinstance(thing, type) or not hasattr(thing, "__dict__"):
         return False
-    return isinstance(thing, KerasSaveable | torch.nn.Module) or type(thing).__module__.startswith("keras.src.")
+    return isinstance(thing, KerasSaveable | torch.nn.Module) or is_kerass(type(thing))
 
 
 @contextlib.contextmanager

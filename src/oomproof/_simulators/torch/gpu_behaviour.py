@@ -7,17 +7,15 @@ CPU's, while Keras is told that they are on the GPU, and what torch would choose
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from keras.src.backend.torch.core import device_scope
-from keras.src.random.seed_generator import draw_seed
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
+from oomproof._compat.keras import draw_seed
+from oomproof._compat.torch import device_scope
+from oomproof._compat.torch_tracing import DESCRIBED, DEVICE, GRU, LSTM, RUN_BACKWARD, of_keras
 from oomproof._records.trace import Target
 from oomproof._simulators.torch.recording import Recorder
 from oomproof._simulators.torch.recurrent import recurrent
@@ -31,55 +29,37 @@ _FLASH_HEAD = 256
 def on_gpu(target: Target, recorder: Recorder) -> Iterator[None]:
     """Everything inside believes to run on the GPU."""
 
-    def flash(query: Any, key: Any, value: Any, mask: Any = None, is_causal: bool = False, **_: Any) -> bool:
+    def flash(_: Any, query: Any, key: Any, value: Any, mask: Any = None, is_causal: bool = False, **__: Any) -> bool:
         return _flash_serves(target, query, mask)
 
     with (
         device_scope("cuda"),
-        _replaced("rnn", "_is_cuda_cudnn_available", lambda: True),
-        _replaced("nn", "_can_use_flash_attention", flash),
-        _unchecked_recomputation(),
-        _OnGpu(target, recorder),
+        _answered("rnn", "_is_cuda_cudnn_available", lambda _: True),
+        _answered("nn", "_can_use_flash_attention", flash),
+        # torch compares what is computed again with the first time, devices included, which depend here on who asks.
+        DESCRIBED.to(lambda *_: None),
+        _OnGpu(target, recorder) as gpu,
+        DEVICE.to(gpu.device),
+        RUN_BACKWARD.to(gpu.run_backward),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _unchecked_recomputation() -> Iterator[None]:
-    """torch compares what is computed again with the first time, devices included, which depend here on who asks."""
-    checks = checkpoint._allowed_determinism_checks_to_fns
-    before = dict(checks)
-    checks["default"] = checks["none"]
-    try:
-        yield
-    finally:
-        checks.update(before)
 
 
 @contextlib.contextmanager
 def unseeded() -> Iterator[None]:
     """Random numbers come without a generator: there are none for fake tensors, nor for a GPU that is not there."""
 
-    def drawn(seed: Any) -> None:
+    def drawn(_: Any, seed: Any) -> None:
         draw_seed(seed)
 
-    with _replaced("random", "torch_seed_generator", drawn), _replaced("image", "_torch_seed_generator", drawn):
+    with _answered("random", "torch_seed_generator", drawn), _answered("image", "_torch_seed_generator", drawn):
         yield
 
 
-@contextlib.contextmanager
-def _replaced(module: str, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Puts a function in the place of one of Keras's own, where this Keras has it."""
-    place = vars(importlib.import_module(f"keras.src.backend.torch.{module}"))
-    original = place.get(name)
-    if original is None:
-        yield
-        return
-    place[name] = function
-    try:
-        yield
-    finally:
-        place[name] = original
+def _answered(module: str, name: str, answer: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """One of Keras's own functions answered here, where this Keras has it."""
+    function = of_keras(module, name)
+    return contextlib.nullcontext() if function is None else function.to(answer)
 
 
 class _OnGpu(TorchFunctionMode):  # type: ignore[misc]
@@ -94,24 +74,12 @@ class _OnGpu(TorchFunctionMode):  # type: ignore[misc]
         self._target = target
         self._recorder = recorder
         self._inside = False
-        self._true_device = FakeTensor.device
-        self._run_backward = torch.autograd._engine_run_backward
         self._instead: dict[Any, Callable[..., Any]] = {
             torch.nn.functional.dropout: _dropout,
             torch.nn.functional.scaled_dot_product_attention: self._attention,
-            torch._VF.lstm: recurrent("lstm"),
-            torch._VF.gru: recurrent("gru"),
+            LSTM: recurrent("lstm"),
+            GRU: recurrent("gru"),
         }
-
-    def __enter__(self) -> Any:
-        FakeTensor.device = property(self._device)
-        torch.autograd._engine_run_backward = self._backward
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        FakeTensor.device = self._true_device
-        torch.autograd._engine_run_backward = self._run_backward
-        super().__exit__(*exception)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outer, self._inside = self._inside, True
@@ -133,19 +101,19 @@ class _OnGpu(TorchFunctionMode):  # type: ignore[misc]
             return func(self._recorder.copied_to_device(args[0]), *args[1:], **kwargs)
         return func(*args, **kwargs)
 
-    def _backward(self, *args: Any, **kwargs: Any) -> Any:
+    def run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The backward pass calls layers that are computed again, whose code is inside of no call."""
         outer, self._inside = self._inside, False
         super().__enter__()
         try:
-            return self._run_backward(*args, **kwargs)
+            return run(*args, **kwargs)
         finally:
             super().__exit__(None, None, None)
             self._inside = outer
 
-    def _device(self, tensor: Any) -> torch.device:
+    def device(self, true_device: Callable[[Any], Any], tensor: Any) -> Any:
         if self._inside or self._recorder.running or self._recorder.is_on_host(tensor):
-            return self._true_device.fget(tensor)
+            return true_device(tensor)
         return _GPU
 
     def _attention(

@@ -10,12 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from keras.src.backend.common import global_state
-from keras.src.layers.layer import Layer
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from keras import Layer
 
+from oomproof._compat.keras import global_state
+from oomproof._compat.torch import tree_leaves
+from oomproof._compat.torch_tracing import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    TorchDispatchMode,
+    current_autograd_node,
+    next_sequence_number,
+    users_of,
+)
 from oomproof._records.trace import Buffer, Category, Op, Stage
 from oomproof._simulators.torch.garbage import Garbage
 from oomproof.errors import UnsupportedModelError
@@ -117,7 +123,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def _locate(self) -> str:
         """The layer of the op that comes. Notices where the backward pass begins and ends."""
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is None:
             if self._stage == "backward":
                 self._stage = "update"
@@ -126,7 +132,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             if self._stage == "update":
                 return ""
             layer = self._scope()
-            self._numbers.append(torch.autograd._get_sequence_nr())
+            self._numbers.append(next_sequence_number())
             self._layers.append(layer)
             return layer
         if self._stage == "forward":
@@ -263,7 +269,7 @@ def _is_alone(tensor: Any) -> bool:
     """Whether a tensor has all of its storage, and nobody else has any of it."""
     storage = tensor.untyped_storage()
     # One for the tensor, one for the Python object here.
-    alone = torch._C._storage_Use_Count(storage._cdata) <= 2
+    alone = users_of(storage) <= 2
     return alone and bool(storage.nbytes() == tensor.numel() * tensor.element_size())
 
 

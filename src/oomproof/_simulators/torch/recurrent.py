@@ -22,7 +22,7 @@ _WORKSPACE_BYTES = 8 * 2**20
 
 
 def recurrent(kind: str) -> Callable[..., Any]:
-    """A function with the arguments of `torch._VF.lstm` or `torch._VF.gru`."""
+    """A function with the arguments of torch's own `lstm` or `gru`."""
 
     def run(
         inputs: Any,

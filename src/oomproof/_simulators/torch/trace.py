@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from keras import tree
-from keras.src.backend.torch.core import device_scope, to_torch_dtype
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomproof._backends.common.model import check_is_model, layers
 from oomproof._backends.torch import expandable
 from oomproof._backends.torch.engine import TorchEngine
 from oomproof._backends.torch.tree_walks import without_cycles
+from oomproof._compat.torch import device_scope, to_torch_dtype
+from oomproof._compat.torch_tracing import FakeTensorMode
 from oomproof._records.trace import Allocator, Buffer, Spec, Target, Trace, Workload
 from oomproof._simulators.torch.fake_values import fake_values
 from oomproof._simulators.torch.garbage import collecting_by_hand

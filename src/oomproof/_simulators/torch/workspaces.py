@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from oomproof._compat.torch_tracing import current_autograd_node
 from oomproof._records.trace import Buffer, Target
 
 _aten = torch.ops.aten
@@ -35,7 +36,7 @@ class Workspaces:
     def __call__(self, func: Any, args: Any, results: Any) -> int:
         kind = func.overloadpacket
         if kind in _MULTIPLIES:
-            self._multiplied.add(torch._C._current_autograd_node() is not None)
+            self._multiplied.add(current_autograd_node() is not None)
         rule = (_ON_GPU if self._target.gpu else _ON_CPU).get(kind)
         return rule(args, results) if rule is not None else 0
 

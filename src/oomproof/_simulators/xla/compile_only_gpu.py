@@ -9,15 +9,17 @@ from __future__ import annotations
 import importlib.util
 import os
 from typing import Any
-from unittest import mock
 
 import jax
 from jax.experimental import topologies
 
+from oomproof._compat.patches import Patch
 from oomproof._records.trace import Compiled, Target
 from oomproof._simulators.xla.targets import target_config
 from oomproof.errors import BackendError
 
+# JAX refuses the plugin by itself where there is no cuDNN to run with.
+_UNCHECKED = Patch(os.environ, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", lambda _: "1", create=True)
 INSTALL = "pip install 'oomproof[gpu-compile]'"
 # Tile sizes of XLA's own matrix kernels are the autotuner's to find, and those it starts from may not fit.
 WITHOUT_TILES = {"xla_gpu_enable_triton_gemm": False}
@@ -50,8 +52,7 @@ def _topology(config: str) -> Any:
     def described() -> Any:
         return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
 
-    # JAX refuses the plugin by itself where there is no cuDNN to run with.
-    with mock.patch.dict(os.environ, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"):
+    with _UNCHECKED:
         try:
             return described()
         except NotImplementedError:

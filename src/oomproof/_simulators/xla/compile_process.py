@@ -75,10 +75,7 @@ def _asked(target: Target, memory: int | None, text: str) -> dict[str, Any]:
 
 
 def _answer(capability: list[int], memory: int | None, text: str) -> dict[str, Any]:
-    from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jaxlib.mlir import ir
-
+    from oomproof._compat.xla import compiler, ir, mlir
     from oomproof._simulators.xla.compile_only_gpu import (
         WITHOUT_TILES,
         WITHOUT_TILES_NOTE,

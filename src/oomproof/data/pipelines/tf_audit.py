@@ -110,9 +110,9 @@ def _with_rewriting(end: Node, elements: Elements, settings: Settings, running: 
 def _keeps_what_was_freed() -> bool:
     """Whether TensorFlow has oneDNN's allocator: only buffers that come from it as well take the room of the copy."""
     try:
-        from tensorflow.python.util import _pywrap_util_port
+        from oomproof._compat import tf_data
 
-        return bool(_pywrap_util_port.IsMklEnabled())
+        return bool(tf_data.built_with_onednn())
     except (ImportError, AttributeError):
         return platform.machine() == "x86_64"
 

@@ -115,7 +115,7 @@ def _filter(node: Node, inputs: list[Any], changes: Changes) -> Any:
 
 def _as_traced(function: Function, spec: Any, out: Any) -> Callable[..., Any]:
     """The function as it was traced, taking and returning elements."""
-    from tensorflow.python.data.util import structure
+    from oomproof._compat.tf_data import structure
 
     concrete = function.concrete
 

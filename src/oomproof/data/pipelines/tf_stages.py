@@ -195,7 +195,7 @@ class Function:
     @functools.cached_property
     def is_pure(self) -> bool:
         """Whether an element's outcome depends on the element alone, whenever and however often it is called."""
-        from tensorflow.python.framework import op_def_registry
+        from oomproof._compat.tf_data import op_def_registry
 
         for name in self.ops - _HARMLESS - _CALLS:
             definition = op_def_registry.get(name)

@@ -33,7 +33,7 @@ class RecordSource(Source):
         skip: bool,
     ) -> None:
         # Reads a record at an offset and checks it, which the public readers, who begin at the beginning, do not.
-        from tensorflow.python.lib.io._pywrap_record_io import RandomRecordReader
+        from oomproof._compat.tf_data import RandomRecordReader
 
         self._reader = RandomRecordReader
         self._files = files

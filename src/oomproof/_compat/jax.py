@@ -1,0 +1,63 @@
+"""What oomproof uses of JAX, and of Keras on it, beyond the public API.
+
+Checked on JAX 0.5 to 0.11.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from keras.src.backend.jax import random as _random
+from keras.src.backend.jax.trainer import JAXEpochIterator as _JAXEpochIterator
+
+from oomproof._compat.patches import Redirect, redirects
+
+# Keras's random functions.
+keras_random = _random
+# What puts a batch on the device while the one before it is trained on; `None` in a Keras that does it otherwise.
+BATCHES_AHEAD: Any = vars(_JAXEpochIterator).get("_one_batch_ahead_iterator")
+
+
+@dataclasses.dataclass(frozen=True)
+class CudnnQuestions:
+    """What Keras and JAX ask of the device while a step is traced.
+
+    Attributes:
+        gpu: Whether there is one, for recurrent layers.
+        rnn_sizes: How much room cuDNN wants for one.
+        attention: By name, what JAX asks before it has cuDNN do attention. Versions ask different things.
+    """
+
+    gpu: Redirect
+    rnn_sizes: Redirect
+    attention: Mapping[str, Redirect]
+
+
+@functools.cache
+def cudnn_questions() -> CudnnQuestions | None:
+    """`None` with a Keras that does not ask."""
+    # Keras has a function of that name, too.
+    rnn = importlib.import_module("keras.src.backend.jax.rnn")
+    if not hasattr(rnn, "_is_gpu_available"):
+        return None
+    from jax.experimental import rnn as jax_rnn
+
+    attention: Mapping[str, Redirect] = {}
+    try:
+        fused = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    except ImportError:
+        pass
+    else:
+        attention = redirects(
+            fused,
+            "check_cudnn_version",
+            "check_compute_capability",
+            "is_cuda_compute_capability_equal",
+            "check_is_flash_attention",
+        )
+    sizes = Redirect(jax_rnn.gpu_rnn, "compute_rnn_workspace_reserve_space_sizes", create=True)
+    return CudnnQuestions(Redirect(rnn, "_is_gpu_available"), sizes, attention)
