@@ -1,4 +1,4 @@
-"""Checks an installed oomproof from outside of the checkout: `python install_smoke.py [tensorflow] [jax] [torch] [data]`.
+"""Checks an installed oomproof from outside of the checkout: `install_smoke.py [tensorflow] [jax] [torch] [data]`.
 
 The arguments are the extras it was installed with. `make wheel-test` builds the wheel, installs it and runs this.
 """
