@@ -16,6 +16,11 @@ from oomproof._records.units import format_bytes
 from oomproof.errors import BackendError, CannotFitError
 
 _MIB = 2**20
+_NEXT = """
+What next:
+  guard your model      oomproof.guard(model); model.fit(...)
+  ask before you train  oomproof estimate keras.applications.ResNet50 --batch-size 256 --gpu t4
+  read on               README.md and docs/, or oomproof --help"""
 
 
 def run(limit: int, batch_size: int, json_path: pathlib.Path | None, console: Console) -> bool:
@@ -42,6 +47,7 @@ def run(limit: int, batch_size: int, json_path: pathlib.Path | None, console: Co
     console.print(report.table(outcomes))
     console.print(report.explanation(outcomes, batch_size))
     console.print(f"Measured just now, {seconds:.0f} s in all.")
+    console.print(_NEXT, markup=False, highlight=False)
     if json_path is not None:
         record = {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()}
         data = {"limit": limit_mib * _MIB, "batch_size": batch_size, "seconds": seconds, "outcomes": record}
