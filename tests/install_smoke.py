@@ -48,16 +48,17 @@ print(f"{keras.backend.backend()}: estimated and trained in pieces, weights with
 """
 
 DATA = """
-import h5py, numpy as np, PIL.Image, pyarrow as pa, pyarrow.parquet
+import pathlib, h5py, numpy as np, PIL.Image, pyarrow as pa, pyarrow.parquet
 from oomproof import data
 
 pa.parquet.write_table(pa.table({"a": np.arange(10.0), "y": np.arange(10) % 2}), "table.parquet")
 with h5py.File("x.h5", "w") as file:
     file["x"] = np.zeros((10, 3), "float32")
-PIL.Image.new("RGB", (8, 8)).save("image.png")
+pathlib.Path("images/cats").mkdir(parents=True)
+PIL.Image.new("RGB", (8, 8)).save("images/cats/1.png")
 assert len(data.from_table("table.parquet", label="y", batch_size=4)) == 3
 assert len(data.from_arrays("x.h5:x", batch_size=4)) == 3
-assert data.from_files(["image.png"], image_size=(4, 4), batch_size=1)[0].shape == (1, 4, 4, 3)
+assert data.from_files("images", image_size=(4, 4), batch_size=1)[0][0].shape == (1, 4, 4, 3)
 print("data: a table, an array file and an image read")
 """
 
