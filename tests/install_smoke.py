@@ -75,7 +75,7 @@ def python(code: str, **environment: str) -> str:
 
 
 def check_import() -> None:
-    answers = [python(IMPORT).split(maxsplit=2) for _ in range(3)]
+    answers = [python(IMPORT).strip().split(maxsplit=2) for _ in range(3)]
     seconds, version, path = min(float(answer[0]) for answer in answers), *answers[0][1:]
     assert version == importlib.metadata.version("oomproof"), version
     assert "site-packages" in path, f"not the installed package: {path}"
