@@ -105,7 +105,7 @@ $(BACKENDS:%=keras-tests-%): keras-tests-%: $(READY)
 $(DEMO_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	@echo "Installing TensorFlow and Keras in .venv, once."
-	.venv/bin/python $(subst --quiet,,$(PIP_INSTALL)) --constraint constraints.txt --editable '.[tensorflow]'
+	.venv/bin/python $(PIP_INSTALL:--quiet=) --constraint constraints.txt --editable '.[tensorflow]'
 	touch $@
 
 $(READY): pyproject.toml constraints.txt

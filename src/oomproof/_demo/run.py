@@ -18,9 +18,9 @@ from oomproof.errors import BackendError, CannotFitError
 _MIB = 2**20
 _NEXT = """
 What next:
-  guard your model      oomproof.guard(model); model.fit(...)
-  ask before you train  oomproof estimate keras.applications.ResNet50 --batch-size 256 --gpu t4
-  read on               README.md and docs/, or oomproof --help"""
+  guard     oomproof.guard(model), then model.fit as always
+  estimate  oomproof estimate keras.applications.VGG16 --batch-size 64 --gpu t4
+  read on   README.md, docs/ and oomproof --help"""
 
 
 def run(limit: int, batch_size: int, json_path: pathlib.Path | None, console: Console) -> bool:
@@ -60,7 +60,7 @@ def _check(outcomes: dict[str, Outcome], limit_mib: int) -> None:
     if reference.result is None or not reference.finished:
         why = f"{reference.end} {reference.last_words}" if reference.result is None else reference.result["message"]
         raise CannotFitError(
-            f"The run without a limit did not finish, so there is nothing to compare with: {why}. "
+            f"The run without a limit did not finish, so there is nothing to compare with: {why.strip(' .')}. "
             "Try again with a larger --batch-size (fewer steps) or on a machine that is less busy."
         )
     unable = next((outcome for outcome in outcomes.values() if not outcome.started), None)
