@@ -13,13 +13,15 @@ AT_ONCE ?= 2
 # For every call of pytest, such as PYTEST_ARGS="-k records".
 PYTEST_ARGS ?=
 READY := .venv/.ready
+DEMO_READY := .venv/.ready-demo
 OLDEST_READY := .venv-oldest/.ready
 
 .PHONY: demo test lint unit backends oldest bench soak fuzz clean
 .PHONY: $(foreach kind,backends oldest soak,$(BACKENDS:%=$(kind)-%))
 .DEFAULT_GOAL := test
 
-demo: $(READY)
+# Only what the demo needs, so that the first look is quick; `make test` completes the same environment.
+demo: $(DEMO_READY)
 	.venv/bin/oomproof demo
 
 # A suite is shown when it has ended, so that those side by side do not mix, and none hides how the others ended.
@@ -68,8 +70,28 @@ fuzz: $(READY)
 	@printf '%s\n' $(BACKENDS) | PYTHONPATH=tests xargs -P 2 -I BACKEND \
 		.venv/bin/python -m fuzz --backend BACKEND --minutes $(MINUTES) --seed $(SEED)
 
+# Which lines the unit tests and the suite of one backend run, child processes included.
+COVERED ?= tensorflow
+.PHONY: coverage
+coverage: $(READY)
+	.venv/bin/pytest tests/unit --cov --cov-report= $(PYTEST_ARGS)
+	KERAS_BACKEND=$(COVERED) .venv/bin/pytest tests/backends --cov --cov-append --cov-report= $(PYTEST_ARGS)
+	.venv/bin/coverage report
+
+# The wheel as a user gets it: built, installed with EXTRAS in an environment of its own, and used from outside.
+EXTRAS ?= tensorflow data
+COMMA := ,
+.PHONY: wheel-test
+wheel-test:
+	rm -rf dist .venv-wheel
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	.venv-wheel/bin/python $(PIP_INSTALL) --constraint constraints.txt \
+		"$$(echo dist/oomproof-*.whl)[$(subst $() ,$(COMMA),$(strip $(EXTRAS)))]"
+	.venv-wheel/bin/python -P tests/install_smoke.py $(EXTRAS)
+
 clean:
-	rm -rf .venv .venv-oldest .suites dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-wheel .coverage .suites dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Every file of Keras's own tests that trains a model, with all of them guarded.
@@ -79,10 +101,16 @@ keras-tests: $(BACKENDS:%=keras-tests-%)
 $(BACKENDS:%=keras-tests-%): keras-tests-%: $(READY)
 	KERAS_BACKEND=$* .venv/bin/pytest tests/backends/test_keras_own.py -m keras_own
 
+$(DEMO_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	@echo "Installing TensorFlow and Keras in .venv, once."
+	.venv/bin/python $(PIP_INSTALL:--quiet=) --constraint constraints.txt --editable '.[tensorflow]'
+	touch $@
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[tensorflow,jax,torch,data,dev]'
-	touch $@
+	touch $@ $(DEMO_READY)
 
 $(OLDEST_READY): pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest

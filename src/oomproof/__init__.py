@@ -1,4 +1,10 @@
-"""Keras training that does not run out of memory.
+"""Train Keras models at the batch size you want, in the memory you have.
+
+- `guard`, `fit`: training goes on after an out-of-memory error, with the same result. `unguard` puts Keras back.
+- `estimate`, `max_batch_size`: how much memory a step will take, before it runs.
+- `plan`: how to run a batch that does not fit. `verify`: whether that is the same training.
+- `explain`: why training failed. `data`: audit, tune and stream what a model is fed.
+- `gradients`: full-batch gradients in pieces, for your own loop.
 
 Importing this imports no framework: each public name loads its room when it is first used.
 """

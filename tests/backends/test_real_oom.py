@@ -307,7 +307,7 @@ def test_a_failed_step_has_changed_nothing_where_plain_keras_has(answers):
 
 
 # At 5 MB, of which batches in the queue hold one, the peaks of equal steps differ by more than is kept free
-# (docs/training.md): it was exceeded by up to 13 %.
+# (benchmarks/REPORT.md): it was exceeded by up to 13 %.
 ALLOWED = {"budget": 1.0, "tight budget": 1.2}
 
 

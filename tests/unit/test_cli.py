@@ -206,6 +206,8 @@ def test_demo_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path
         "plain fit stopped after 4 batches: ResourceExhaustedError: OOM when allocating tensor",
         "saw some clips 5 times instead of 3",
         "in pieces of down to 48 where memory was short",
+        "guard     oomproof.guard(model)",
+        "oomproof estimate keras.applications.VGG16",
     ):
         assert text in shown.output
     assert json.loads((tmp_path / "demo.json").read_text())["limit"] == 200 * MIB

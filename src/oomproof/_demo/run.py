@@ -16,6 +16,11 @@ from oomproof._records.units import format_bytes
 from oomproof.errors import BackendError, CannotFitError
 
 _MIB = 2**20
+_NEXT = """
+What next:
+  guard     oomproof.guard(model), then model.fit as always
+  estimate  oomproof estimate keras.applications.VGG16 --batch-size 64 --gpu t4
+  read on   README.md, docs/ and oomproof --help"""
 
 
 def run(limit: int, batch_size: int, json_path: pathlib.Path | None, console: Console) -> bool:
@@ -42,6 +47,7 @@ def run(limit: int, batch_size: int, json_path: pathlib.Path | None, console: Co
     console.print(report.table(outcomes))
     console.print(report.explanation(outcomes, batch_size))
     console.print(f"Measured just now, {seconds:.0f} s in all.")
+    console.print(_NEXT, markup=False, highlight=False)
     if json_path is not None:
         record = {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()}
         data = {"limit": limit_mib * _MIB, "batch_size": batch_size, "seconds": seconds, "outcomes": record}
@@ -54,7 +60,7 @@ def _check(outcomes: dict[str, Outcome], limit_mib: int) -> None:
     if reference.result is None or not reference.finished:
         why = f"{reference.end} {reference.last_words}" if reference.result is None else reference.result["message"]
         raise CannotFitError(
-            f"The run without a limit did not finish, so there is nothing to compare with: {why}. "
+            f"The run without a limit did not finish, so there is nothing to compare with: {why.strip(' .')}. "
             "Try again with a larger --batch-size (fewer steps) or on a machine that is less busy."
         )
     unable = next((outcome for outcome in outcomes.values() if not outcome.started), None)
