@@ -1,4 +1,4 @@
-"""`estimate` and `max_batch_size` on each backend: what the figures mean, that they follow what is run, bad input."""
+"""`estimate` on each backend: what the figures mean, and that they follow what is run."""
 
 import concurrent.futures
 import dataclasses
