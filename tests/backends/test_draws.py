@@ -6,7 +6,7 @@ import threading
 import keras
 import numpy as np
 import pytest
-from here import BACKEND, SLOW_COMPILES, USUAL, modes, only
+from here import BACKEND, SLOW_COMPILES, USUAL, crossed, modes, only
 from keras import layers, ops
 from keras.src import backend as keras_backend
 from models import BATCH, FEATURES, classes, classifier, made, numbers
@@ -68,10 +68,10 @@ def in_pieces(build, samples, pieces, mode):
 
 
 @only("tensorflow", "jax", because="random numbers of the whole batch in its pieces")
-@pytest.mark.parametrize("mode", MODES)
 # Rows of odd sizes begin between two counts of a generator, and XLA pairs other neighbours in each of these.
-@pytest.mark.parametrize(("samples", "row"), [(11, (5, 7)), (12, (3,)), (7, ()), (5, (13, 3))])
-def test_rows_of_the_whole_batch(samples, row, mode):
+@pytest.mark.parametrize(("shape", "mode"), crossed([(11, (5, 7)), (12, (3,)), (7, ()), (5, (13, 3))], MODES))
+def test_rows_of_the_whole_batch(shape, mode):
+    samples, row = shape
     functions = [name for name in DRAWS if name not in NOT_BY_ROWS]
     whole, pieces, step = in_pieces(lambda: drawing(*functions, row=row), samples, 3, mode)
     if mode == "eager":
@@ -82,8 +82,10 @@ def test_rows_of_the_whole_batch(samples, row, mode):
 
 
 @only("tensorflow", "jax", because="random numbers of the whole batch in its pieces")
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-@pytest.mark.parametrize("function", ["normal", "uniform", "truncated_normal", "dropout"])
+@pytest.mark.parametrize(
+    ("dtype", "function"),
+    crossed(["float16", "bfloat16", "float64"], ["normal", "uniform", "truncated_normal", "dropout"]),
+)
 def test_rows_in_every_precision(request, function, dtype):
     if dtype == "float64":
         request.getfixturevalue("float64")

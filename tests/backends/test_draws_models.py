@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import recompute_models as recompute
-from here import BACKEND, SLOW_COMPILES, USUAL, modes, only
+from here import BACKEND, SLOW_COMPILES, USUAL, modes, only, representative
 from keras import layers, ops
 from models import BATCH, FEATURES, SAMPLES, check_same, classes, classifier, compiled, made, numbers, train
 
@@ -100,11 +100,13 @@ CASES = {
 
 # Where a compile takes its time, one of them shows it.
 TRAININGS = [("augmenting", mode) for mode in MODES] + [("attending", USUAL), ("gathered", USUAL)]
+ESSENTIAL = [("augmenting", "graph"), *TRAININGS[-2:]]
 
 
 @only("tensorflow", "jax", because="random numbers of the whole batch in its pieces")
-@pytest.mark.parametrize(("case", "mode"), TRAININGS)
-def test_training_in_pieces_is_training_whole(float64, case, mode):
+@pytest.mark.parametrize("training", representative(TRAININGS, *ESSENTIAL), ids="-".join)
+def test_training_in_pieces_is_training_whole(float64, training):
+    case, mode = training
     build, data = CASES[case]
     expected = train(build, data(), classes(), mode="xla" if mode == "xla" else "eager")
     received = train(build, data(), classes(), mode=mode, guard={"micro_batch_size": 5})
@@ -112,7 +114,7 @@ def test_training_in_pieces_is_training_whole(float64, case, mode):
 
 
 @only("tensorflow", "jax", because="random numbers of the whole batch in its pieces")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", representative(MODES, "graph"))
 def test_recomputed_in_pieces(float64, mode):
     data = recompute.CASES[recompute.transformer]
     expected = recompute.trained(recompute.transformer, data, "xla" if mode == "xla" else "eager")

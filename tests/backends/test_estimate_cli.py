@@ -7,7 +7,7 @@ import textwrap
 import keras
 import pytest
 from estimated import FIELDS, conv_net, wide_net
-from here import BACKEND
+from here import BACKEND, at_length
 from keras import layers
 
 from oomproof._cli import main as cli
@@ -110,6 +110,7 @@ def test_a_function_and_several_sizes(call, tmp_path):
         assert message in err
 
 
+@at_length("tensorflow")
 def test_a_model_of_keras_applications(call):
     arguments = ("--input-shape", "32,32,3", "--classes", "10", "--engine", "trace")
     code, out, _ = call("estimate", "keras.applications.MobileNetV2", "--batch-size", "8", *arguments)
@@ -117,6 +118,7 @@ def test_a_model_of_keras_applications(call):
     assert "assumed" in out
 
 
+@at_length("tensorflow")
 def test_bad_input_on_the_command_line(call, tmp_path):
     (tmp_path / "broken.keras").write_bytes(b"not a zip")
     (tmp_path / "notes.txt").write_text("hello")
@@ -150,6 +152,7 @@ def test_bad_input_on_the_command_line(call, tmp_path):
         assert "at least 1" in err
 
 
+@at_length("tensorflow")
 def test_the_largest_batch_on_the_command_line(call, tmp_path):
     wide_net("sgd").save(tmp_path / "model.keras")
     code, out, _ = call("max-batch-size", "model.keras", "--memory", "3GiB", "--engine", "trace")

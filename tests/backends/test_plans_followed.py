@@ -1,10 +1,6 @@
 """Plans that training follows, made up front or by guard, and under a limit that is real."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -18,7 +14,6 @@ from oomproof import _backends as backends
 from oomproof._backends.fake import FakeMemory
 from oomproof._planning.planner import Planner
 
-HERE = pathlib.Path(__file__).parent
 MIB = 2**20
 
 
@@ -146,17 +141,14 @@ def test_the_loss_is_compared_on_real_samples(asked):
 
 
 @pytest.fixture(scope="module")
-def children(tmp_path_factory):
+def children(forks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plans")
 
     def run(name, limit):
         path = folder / f"{name} {limit}.npz"
-        env = {**os.environ, **oom_memory.environment(BACKEND, limit or 2000), "KERAS_BACKEND": BACKEND}
-        env["PYTHONPATH"] = str(HERE.parents[1] / "src")
-        command = [sys.executable, str(HERE / "plan_child.py"), name, str(limit), str(path)]
-        child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
-        assert child.returncode == 0, child.stderr[-3000:]
-        return json.loads(child.stdout.strip().splitlines()[-1]), list(np.load(path).values())
+        environment = oom_memory.environment(BACKEND, limit or 2000)
+        printed = forks.run("plan_child", name, limit, str(path), environment=environment)
+        return json.loads(printed.strip().splitlines()[-1]), list(np.load(path).values())
 
     plain = {}
 
