@@ -1,4 +1,4 @@
-"""A chain of equal stretches, ways to run it, and requests for plans."""
+"""A chain of equal segments, ways to run it, and requests for plans."""
 
 from __future__ import annotations
 
