@@ -1,8 +1,8 @@
-# Every target makes the environment it needs. `make test` is what CI runs.
+# Every target makes the environment it needs. `make test` is what CI runs, `make check` what to run while you work.
 PYTHON ?= python3
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-export KERAS_BACKEND := tensorflow
+export KERAS_BACKEND ?= tensorflow
 export TF_CPP_MIN_LOG_LEVEL := 2
 
 BACKENDS := tensorflow jax torch
@@ -12,17 +12,31 @@ SUITES := $(BACKENDS:%=backends-%) $(BACKENDS:%=oldest-%) unit lint
 AT_ONCE ?= 2
 # For every call of pytest, such as PYTEST_ARGS="-k records".
 PYTEST_ARGS ?=
+# What `make check` runs of the suite of one backend: something of each room.
+CORE := bad_input seam seam_callbacks exactness_losses exactness_models exactness_state injected recompute \
+	estimate plans docs table
 READY := .venv/.ready
 DEMO_READY := .venv/.ready-demo
 OLDEST_READY := .venv-oldest/.ready
 
-.PHONY: demo test lint unit backends oldest bench soak fuzz clean
+.PHONY: demo check core test test-all lint unit backends oldest bench soak fuzz clean
 .PHONY: $(foreach kind,backends oldest soak,$(BACKENDS:%=$(kind)-%))
 .DEFAULT_GOAL := test
 
 # Only what the demo needs, so that the first look is quick; `make test` completes the same environment.
 demo: $(DEMO_READY)
 	.venv/bin/oomproof demo
+
+# KERAS_BACKEND=jax make check: the core of another backend.
+check: $(READY)
+	@$(MAKE) --jobs=$(AT_ONCE) --output-sync=recurse --keep-going --no-print-directory core unit lint
+
+core: $(READY)
+	.venv/bin/pytest $(CORE:%=tests/backends/test_%.py) $(PYTEST_ARGS)
+
+# With what is exhaustive: more cases of what `make test` shows.
+test-all:
+	@$(MAKE) --no-print-directory test PYTEST_ARGS="--exhaustive $(PYTEST_ARGS)"
 
 # A suite is shown when it has ended, so that those side by side do not mix, and none hides how the others ended.
 test: $(READY) $(OLDEST_READY)

@@ -295,9 +295,9 @@ def train(options: Record) -> Record:
     # Keras walks through a functional model by recursion, which has nothing to do with memory.
     sys.setrecursionlimit(100_000)
     if not tiny:
-        from plans import _cap
+        from _plan_run import cap
 
-        _cap(keras.backend.backend(), options["limit"])
+        cap(keras.backend.backend(), options["limit"])
     elif keras.backend.backend() != "tensorflow" and method == "plain" and value > _PRETENDED[question]:
         return {"outcome": "out of memory", "error": "pretended"}
     keras.utils.set_random_seed(0)

@@ -17,17 +17,16 @@ import argparse
 import concurrent.futures
 import functools
 import json
-import logging
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-import time
 from typing import Any
 
+from _plan_run import trained
+
 SHARES = (0.5, 0.25, 0.75)
-STEPS = 3
 _MIB = 2**20
 
 
@@ -45,7 +44,7 @@ def main() -> None:
     options.add_argument("--jit", choices=("auto", "on", "off"), default="auto")
     chosen = options.parse_args()
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
-    names = chosen.models.split(",") if chosen.models else list(_zoo(chosen.device))
+    names = chosen.models.split(",") if chosen.models else list(zoo(chosen.device))
     shares = [float(share) for share in chosen.shares.split(",")]
 
     if chosen.cells:
@@ -88,7 +87,7 @@ def main() -> None:
     )
 
 
-def _zoo(device: str) -> dict[str, Any]:
+def zoo(device: str) -> dict[str, Any]:
     """What makes each model. A CPU has models of its own: small ones that have as much to plan."""
     if device == "cpu":
         from _plan_zoo_small import ZOO as SMALL
@@ -175,147 +174,9 @@ def _gpu_bytes() -> int:
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]) * _MIB
 
 
-# In the child
-
-
-def _cap(backend: str, limit: int) -> None:
-    """A small card out of a large one."""
-    if backend == "tensorflow":
-        import tensorflow as tf
-
-        configuration = tf.config.LogicalDeviceConfiguration(memory_limit=limit // _MIB)
-        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("GPU")[0], [configuration])
-    elif backend == "torch":
-        import torch
-
-        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
-
-
-def _train(name: str, limit: int, device: str, jit: str, folder: str) -> dict[str, Any]:
-    import keras
-    import numpy as np
-
-    import oomproof
-    from oomproof import _backends as backends
-    from oomproof._planning.planner import Planner
-
-    backend = keras.backend.backend()
-    if device == "gpu" and limit:
-        _cap(backend, limit)
-    keras.utils.set_random_seed(1)
-    case = _zoo(device)[name]()
-    if jit != "auto":
-        case.model.compile(case.model.optimizer, case.model.loss, jit_compile=jit == "on")
-
-    class Batches(keras.utils.PyDataset):  # type: ignore[misc]
-        def __len__(self) -> int:
-            return STEPS
-
-        def __getitem__(self, index: int) -> Any:
-            rng = np.random.default_rng(index)
-
-            def drawn(like: Any, least: int) -> Any:
-                made = [
-                    rng.integers(least, most, (case.batch, *shape)).astype(dtype)
-                    if most
-                    else rng.normal(size=(case.batch, *shape)).astype(dtype)
-                    for shape, dtype, most in like
-                ]
-                return made[0] if len(made) == 1 else tuple(made)
-
-            return drawn(case.data, 1), drawn(case.targets or [((1,), "int64", case.classes)], 0)
-
-    path = pathlib.Path(folder) / f"{name}.npz"
-    memory = backends.current().memory()
-    began = time.perf_counter()
-    if not limit:
-        memory.reset_peak()
-        if backend == "jax":
-            # JAX cannot forget a peak, and finding the quickest kernels takes memory too: what XLA says counts.
-            peak = oomproof.fit(
-                case.model, Batches(), epochs=1, shuffle=False, verbose=0, plan=oomproof.Plan()
-            ).run.peak
-        else:
-            case.model.fit(Batches(), epochs=1, shuffle=False, verbose=0)
-            use = memory.usage()
-            peak = None if use is None else use.peak
-        np.savez(path, *case.model.get_weights())
-        return {"peak": peak, "seconds": time.perf_counter() - began}
-    # Failed probes count too: they wait as long as failed steps. What XLA is known to need before it runs, and is then
-    # not run, is no failure.
-    failures, refused, kind = 0, 0, type(memory)
-    shortage = kind.shortage
-
-    def counting(self: Any, error: BaseException) -> Any:
-        nonlocal failures, refused
-        found = shortage(self, error)
-        if found is not None:
-            failures += type(error).__name__ != "NotEnoughMemoryError"
-            refused += type(error).__name__ == "NotEnoughMemoryError"
-        return found
-
-    setattr(kind, "shortage", counting)  # noqa: B010
-    # What the planner says before the first step: nothing fits, or nothing fits unless its estimate is too high.
-    hopeless, propose = False, Planner.propose
-
-    def heeding(self: Any, *args: Any) -> Any:
-        nonlocal hopeless
-        found = propose(self, *args)
-        hopeless |= found is not None and (found.predicted or 0) > (found.limit or 0)
-        return found
-
-    def heed(record: logging.LogRecord) -> bool:
-        nonlocal hopeless
-        hopeless |= "will not fit" in record.getMessage()
-        return True
-
-    setattr(Planner, "propose", heeding)  # noqa: B010
-    logging.getLogger("oomproof").addFilter(heed)
-    try:
-        run = oomproof.fit(case.model, Batches(), epochs=1, shuffle=False, verbose=0).run
-    except oomproof.CannotFitError as error:
-        return {"cannot_fit": str(error), "failures": failures}
-    except oomproof.RecoveryFailedError as error:
-        events = [event.message for event in error.run.events] if error.run is not None else []
-        return {
-            "gave_up": str(error),
-            "failures": failures,
-            "events": events,
-            "said_that_it_will_not_fit": hopeless,
-        }
-    plain = np.load(path).values() if path.exists() else []
-    pairs = zip(plain, case.model.get_weights(), strict=path.exists())
-    return {
-        "finished": True,
-        "updates": int(case.model.optimizer.iterations),
-        "said_that_it_will_not_fit": hopeless,
-        "failures": failures,
-        "refused_before_they_ran": refused,
-        "ooms": run.ooms,
-        "peak": run.peak,
-        "reserved": _reserved(backend),
-        "difference": max((float(np.abs(a - b).max()) for a, b in pairs if a.size), default=None),
-        "exact": not run.plan.caveats,
-        "micro_batch_size": run.plan.micro_batch_size,
-        "recomputed": len(run.plan.recompute),
-        "segments": run.plan.segments,
-        "events": [event.message for event in run.events],
-        "seconds": time.perf_counter() - began,
-    }
-
-
-def _reserved(backend: str) -> int | None:
-    """Bytes that torch's allocator took from the card, at most."""
-    if backend != "torch":
-        return None
-    import torch
-
-    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         name, limit, device, jit, folder = sys.argv[2:]
-        print(json.dumps(_train(name, int(limit), device, jit, folder)))
+        print(json.dumps(trained(name, lambda: zoo(device)[name](), int(limit), device, jit, folder)))
     else:
         main()

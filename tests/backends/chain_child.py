@@ -29,10 +29,14 @@ def recomputing(name):
     return build
 
 
-if __name__ == "__main__":
+def main(*names):
     found = {}
-    for name in sys.argv[1:]:
+    for name in names:
         trace_child.MODELS[name] = recomputing(name)
         runs = [trace_child.in_a_process(trace_child.measured, name) for _ in range(3)]
         found[name] = {figure: statistics.median(run[figure] for run in runs) for figure in runs[0]}
     print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

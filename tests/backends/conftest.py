@@ -3,11 +3,14 @@
 import os
 
 import keras
+import oom_memory
 import pytest
+from forks import Forks
 from here import BACKEND
 from keras import ops
 from keras.src.backend.common import dtypes
 from keras.src.losses import loss as keras_loss
+from shortages import EXHAUSTIVE, SCENARIOS, Answers
 
 from oomproof._records.exactness import Exactness
 from oomproof._training.proving import Proving
@@ -83,3 +86,28 @@ def proofs_taken_for_granted(request, monkeypatch):
         return Exactness("not exact", caveats) if caveats else Exactness()
 
     monkeypatch.setattr(Proving, "__call__", granted)
+
+
+@pytest.fixture(scope="session")
+def forks(no_plans_of_yesterday):
+    """Runs what needs a process of its own."""
+    found = Forks({"KERAS_BACKEND": BACKEND, **oom_memory.environment(BACKEND, 0)})
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def answers(request, forks):
+    """What became of the scenarios in which memory runs out."""
+    found = Answers(forks)
+    everything = request.config.getoption("exhaustive")
+    found.begin(name for name in SCENARIOS if everything or name not in EXHAUSTIVE)
+    yield found
+    found.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def scenarios_that_wait(request):
+    """On TensorFlow they are idle for most of their time: they begin with the suite."""
+    if BACKEND == "tensorflow" and any("answers" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("answers")

@@ -33,6 +33,27 @@ def only(*backends, because):
     return pytest.mark.skipif(BACKEND not in backends, reason=f"{because} (docs/backends.md)")
 
 
+def representative(values, *chosen):
+    """Cases of which only the chosen belong to `make test`; the others are exhaustive."""
+    return [value if value in chosen else pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
+
+
+def crossed(firsts, seconds):
+    """Every pair. So many belong to `make test` that each value is in one; the others are exhaustive."""
+    firsts, seconds = list(firsts), list(seconds)
+    fewer = min(len(firsts), len(seconds))
+    return [
+        pytest.param(a, b, marks=[] if (i - j) % fewer == 0 else [pytest.mark.exhaustive])
+        for i, a in enumerate(firsts)
+        for j, b in enumerate(seconds)
+    ]
+
+
+def at_length(*backends):
+    """Marks what is common to the backends: part of `make test` on these, and exhaustive on the others."""
+    return (lambda test: test) if BACKEND in backends else pytest.mark.exhaustive
+
+
 def modes(*names):
     """The modes to run a test in: those that are not the same as another one here."""
     return list(dict.fromkeys(_SAME.get(name, name) for name in names))

@@ -41,13 +41,7 @@ import oomproof
 from oomproof._records.run import Run
 
 BACKEND = keras.backend.backend()
-LIMIT = int(sys.argv[2])
-OPTIONS = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-if "floatx" in OPTIONS:
-    keras.config.set_floatx(OPTIONS["floatx"])
-    keras.config.set_dtype_policy(OPTIONS["floatx"])
 LINES: list[str] = []  # What oomproof logged.
-MEMORY = oom_memory.limited(BACKEND, LIMIT)
 # A plan is followed and no other made: here memory is to run out.
 RECOVERY = {"plan": oomproof.Plan()}
 
@@ -288,7 +282,16 @@ class Keep(logging.Handler):
         LINES.append(record.getMessage())
 
 
-if __name__ == "__main__":
+def main(scenario, limit, path, options):
+    global LIMIT, OPTIONS, MEMORY
+    LIMIT, OPTIONS, MEMORY = limit, options, oom_memory.limited(BACKEND, limit)
+    if "floatx" in options:
+        keras.config.set_floatx(options["floatx"])
+        keras.config.set_dtype_policy(options["floatx"])
     logging.getLogger("oomproof").addHandler(Keep())
     MEMORY.start(warm_up)
-    globals()[sys.argv[1]](sys.argv[3])
+    globals()[scenario](path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]) if len(sys.argv) > 4 else {})

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 from data_recorder import expected, numbered, recorder
-from here import BACKEND
+from here import BACKEND, crossed
 
 from oomproof import data
 
@@ -35,8 +35,7 @@ def a_stream(**options):
 
 @pytest.mark.seam
 @pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
-@pytest.mark.parametrize("shuffle", [True, False], ids=["fit shuffles", "fit does not"])
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize(("shuffle", "workers"), crossed([True, False], [0, 1, 3]))
 def test_order_is_the_streams(built, shuffle, workers):
     model, stream = recorder(built), a_stream(workers=workers)
     model.fit(stream, epochs=3, shuffle=shuffle, verbose=0)

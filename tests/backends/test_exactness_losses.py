@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from here import only
+from here import crossed, only, representative
 from keras import layers, ops
 from models import (
     CLASSES,
@@ -83,10 +83,10 @@ def test_ignored_class(mask_zero):
     check_exact(lambda: tagger(mask_zero=mask_zero, loss=loss), words(), tags())
 
 
-@pytest.mark.parametrize("loss", MIXING.values(), ids=MIXING)
-def test_losses_that_mix_samples(loss):
+@pytest.mark.parametrize("name", representative(MIXING, "dice", "dice by class", "cosine over samples"))
+def test_losses_that_mix_samples(name):
     targets = (numbers(width=2, seed=1) > 0).astype("float64")
-    check_exact(lambda: regressor(activation="sigmoid", loss=loss()), numbers(), targets)
+    check_exact(lambda: regressor(activation="sigmoid", loss=MIXING[name]()), numbers(), targets)
 
 
 def test_circle_loss():
@@ -95,9 +95,9 @@ def test_circle_loss():
     )
 
 
-@pytest.mark.parametrize("loss", PLAIN_FUNCTIONS.values(), ids=PLAIN_FUNCTIONS)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_own_loss_functions(loss, weighted):
+@pytest.mark.parametrize(("name", "weighted"), crossed(PLAIN_FUNCTIONS, [False, True]))
+def test_own_loss_functions(name, weighted):
+    loss = PLAIN_FUNCTIONS[name]
     check_exact(
         lambda: regressor(loss=loss), numbers(), numbers(width=2, seed=1), sample_weight=weights() if weighted else None
     )
@@ -163,10 +163,11 @@ class Adds(layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("kind", ["mean", "sum", "of weights", "two", "per sample"])
-@pytest.mark.parametrize("loss", ["mse", PLAIN_FUNCTIONS["scalar"]], ids=["streamed", "gathered"])
-def test_added_losses(kind, loss):
-    mode = "graph" if loss == "mse" else "eager"
+@pytest.mark.parametrize(
+    ("kind", "way"), crossed(["mean", "sum", "of weights", "two", "per sample"], ["streamed", "gathered"])
+)
+def test_added_losses(kind, way):
+    mode, loss = {"streamed": ("graph", "mse"), "gathered": ("eager", PLAIN_FUNCTIONS["scalar"])}[way]
     check_exact(lambda: regressor(Adds(kind), loss=loss), numbers(), numbers(width=2, seed=1), mode=mode)
 
 
@@ -191,9 +192,9 @@ REGULARISERS = {
 }
 
 
-@pytest.mark.parametrize("options", REGULARISERS.values(), ids=REGULARISERS)
-def test_regularisers(options):
-    check_exact(lambda: classifier(layers.Dense(4, **options)), numbers(), classes())
+@pytest.mark.parametrize("name", representative(REGULARISERS, "kernel", "all"))
+def test_regularisers(name):
+    check_exact(lambda: classifier(layers.Dense(4, **REGULARISERS[name])), numbers(), classes())
 
 
 def test_regularised_embedding_and_mixing_loss():

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from here import modes
+from here import crossed, modes
 from keras import layers, ops
 from models import (
     CLASSES,
@@ -98,8 +98,7 @@ def two_inputs():
     return {"text": words(), "numeric": numbers()}
 
 
-@pytest.mark.parametrize("outputs", ["dict", "list"])
-@pytest.mark.parametrize("mode", modes("graph", "eager"))
+@pytest.mark.parametrize(("outputs", "mode"), crossed(["dict", "list"], modes("graph", "eager")))
 def test_several_outputs(outputs, mode):
     """Losses of the outputs in History too, which Keras weights differently in graph and eager mode."""
     targets = {"tag": tags(), "value": numbers(width=1, seed=1)}

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from here import SLOW_COMPILES, modes, only
+from here import SLOW_COMPILES, crossed, modes, only
 from keras import layers, ops
 from models import (
     BATCH,
@@ -76,8 +76,7 @@ def test_gradients_of_float8_layers_are_refused():
 # Variables in half precision
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("mode", "dtype"), crossed(modes("graph", "eager"), ["bfloat16", "float16"]))
 def test_variables_in_half_precision(mode, dtype):
     def build():
         inner = [layers.Embedding(WORDS, 4, dtype=dtype), layers.Dense(CLASSES, "softmax", dtype=dtype)]
@@ -149,8 +148,7 @@ NOT_BY_SAMPLE = {
 }
 
 
-@pytest.mark.parametrize("mode", modes("graph", "eager"))
-@pytest.mark.parametrize("case", NOT_BY_SAMPLE)
+@pytest.mark.parametrize(("case", "mode"), crossed(NOT_BY_SAMPLE, modes("graph", "eager")))
 def test_output_that_pieces_cannot_make_is_refused(case, mode):
     model = made(shaped(*NOT_BY_SAMPLE[case]), mode)
     model.train_on_batch(frames()[:BATCH], frames(width=2, seed=1)[:BATCH])
@@ -186,8 +184,7 @@ class Optional(keras.Model):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("loss", ["mse", scalar], ids=["streamed", "gathered"])
-@pytest.mark.parametrize("mode", modes("graph", "eager"))
+@pytest.mark.parametrize(("loss", "mode"), crossed(["mse", scalar], modes("graph", "eager")))
 def test_none_among_the_outputs(mode, loss):
     def build():
         return compiled(Optional(), {"logits": loss})
@@ -216,8 +213,7 @@ class CallsItself(keras.Model):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("uses_predictions", [True, False])
-@pytest.mark.parametrize("mode", modes("graph", "eager"))
+@pytest.mark.parametrize(("uses_predictions", "mode"), crossed([True, False], modes("graph", "eager")))
 def test_own_loss_that_calls_the_model_again(mode, uses_predictions):
     def build():
         return compiled(CallsItself(uses_predictions), None)

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from here import modes, only
+from here import modes, only, representative
 from keras import layers, optimizers
 from models import CLASSES, STEPS, WORDS, check_exact, classes, classifier, compiled, numbers, train, words
 
@@ -37,7 +37,11 @@ def embedded(optimizer, mask_zero=False):
     return compiled(keras.Sequential([layers.Input((STEPS,), dtype="int32"), *inner]), optimizer=optimizer)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+# Those that keep state of a kind of their own, or have steps of their own.
+ESSENTIAL = ("SGD momentum", "Adam", "Nadam", "Adafactor", "Muon", "ScheduleFreeAdamW")
+
+
+@pytest.mark.parametrize("name", representative(BUILT_IN, *ESSENTIAL))
 def test_every_optimizer_with_dense_and_sparse_gradients(name):
     kind = getattr(optimizers, name.split()[0], None)
     if kind is None:
@@ -66,10 +70,12 @@ def test_average_overwrites_weights_in_a_graph_too():
 
 def cases():
     """Every option with a gradient that is dense, and with one that is sparse where the backend has those."""
-    for name, options in OPTIONS.items():
-        yield pytest.param(options, False, id=f"dense-{name}")
+    for number, (name, options) in enumerate(OPTIONS.items()):
+        # In `make test` each with one of the two.
+        dense, sparse = ([pytest.mark.exhaustive] if number % 2 == odd else [] for odd in (1, 0))
+        yield pytest.param(options, False, id=f"dense-{name}", marks=dense)
         scaled = only("jax", "torch", because="a loss scale for sparse gradients")
-        yield pytest.param(options, True, id=f"sparse-{name}", marks=[scaled] if name == "loss scale" else [])
+        yield pytest.param(options, True, id=f"sparse-{name}", marks=[*sparse, *[scaled] * (name == "loss scale")])
 
 
 @pytest.mark.parametrize(("options", "sparse"), cases())

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from here import BACKEND, modes
+from here import modes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from keras import layers, ops, optimizers
@@ -81,17 +81,32 @@ def build(case):
     return compiled(model, loss, OPTIMIZERS[case["optimizer"]](**case["options"]), weighted_metrics=["accuracy"])
 
 
-@settings(
-    # Elsewhere each example is a compile or two.
-    max_examples=10 if BACKEND == "tensorflow" else 6,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    # A fixture that only sets the precision may stay as it is from one example to the next.
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+def drawn(examples):
+    """Each example is a compile or two."""
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        # A fixture that only sets the precision may stay as it is from one example to the next.
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+@drawn(4)
 @given(cases())
 def test_any_combination_is_exact(case):
+    check(case)
+
+
+@pytest.mark.exhaustive
+@drawn(20)
+@given(cases())
+def test_many_combinations_are_exact(case):
+    check(case)
+
+
+def check(case):
     samples, seed = case["samples"], case["seed"]
     fit = {"batch_size": case["batch"]}
     if case["weighting"] == "sample":

@@ -5,7 +5,7 @@ import inspect
 import keras
 import numpy as np
 import pytest
-from here import modes, only
+from here import crossed, modes, only
 from hooks import Faults, Faulty, watched
 from keras import layers, ops
 from models import (
@@ -146,8 +146,7 @@ def normalised(momentum=0.9, **options):
     return compiled(keras.Sequential([layers.Input((FEATURES,)), *inner]), **options)
 
 
-@pytest.mark.parametrize("mode", modes("graph", "eager"))
-@pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", None], ids=["streamed", "gathered"])
+@pytest.mark.parametrize(("mode", "loss"), crossed(modes("graph", "eager"), ["sparse_categorical_crossentropy", None]))
 def test_moving_statistics_advance_once_a_batch(mode, loss):
     def build():
         own = loss or (lambda y, p: ops.mean(ops.square(ops.cast(y, p.dtype) - p[:, 0])))

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from here import BACKEND, SLOW_COMPILES, only, out_of_memory
+from here import SLOW_COMPILES, only, out_of_memory, representative
 from hooks import Faults, Faulty
 from keras import layers, ops
 from models import (
@@ -21,70 +21,11 @@ from models import (
     weights,
     words,
 )
+from own_loops import WAYS, a_variable, check, compiled, dense, masked, per_sample, reference
 
 import oomproof
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def dense(value):
-    return None if value is None else np.array(ops.convert_to_numpy(value))
-
-
-def mean(result):
-    return ops.sum(result[0]) / result[1] if isinstance(result, tuple) else ops.mean(result)
-
-
-def reference(loss_fn, variables, data):
-    """Loss and gradients of the whole batch, as the framework itself gives them."""
-    data = [ops.convert_to_tensor(part) for part in data]
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            loss = mean(loss_fn(*data))
-        found = tape.gradient(loss, [v.value for v in variables])
-    elif BACKEND == "jax":
-        import jax
-
-        def compute(values):
-            with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
-                return mean(loss_fn(*data))
-
-        loss, found = jax.value_and_grad(compute)([v.value for v in variables])
-    else:
-        import torch
-
-        loss = mean(loss_fn(*data))
-        found = torch.autograd.grad(loss, [v.value for v in variables], allow_unused=True)
-    return float(loss), [dense(gradient) for gradient in found]
-
-
-def check(loss_fn, variables, data, received):
-    expected_loss, expected = reference(loss_fn, variables, data)
-    loss, found = received
-    np.testing.assert_allclose(dense(loss), expected_loss, rtol=1e-10)
-    for variable, a, b in zip(variables, expected, found, strict=True):
-        if a is None:
-            assert b is None
-        else:
-            np.testing.assert_allclose(dense(b), a, atol=1e-10, err_msg=variable.path)
-
-
-def per_sample(model):
-    return lambda x, y: keras.losses.sparse_categorical_crossentropy(y, model(x, training=True))
-
-
-def masked(model):
-    """(sum, normaliser): the mean over words that are not padding."""
-
-    def loss_fn(x, y, weight):
-        valid = ops.cast(x != 0, "float64") * weight
-        each = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True))
-        return ops.sum(each * valid), ops.sum(valid)
-
-    return loss_fn
-
 
 LOSSES = {
     "per sample": lambda: (classifier, per_sample, (numbers(BATCH), classes(BATCH))),
@@ -93,16 +34,18 @@ LOSSES = {
 }
 
 
-WAYS = [
-    "as it is",
-    pytest.param("compiled loss", marks=only("tensorflow", because="a loss function that is a `tf.function`")),
-    "inside",
-]
-
-
 @pytest.mark.parametrize("case", LOSSES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS[:-1])
 def test_gradients_of_the_full_batch(case, way):
+    check_full_batch(case, way)
+
+
+@pytest.mark.parametrize("case", representative(LOSSES, "sum and normaliser"))
+def test_gradients_of_the_full_batch_inside_of_a_program(case):
+    check_full_batch(case, "inside")
+
+
+def check_full_batch(case, way):
     build, make, data = LOSSES[case]()
     model = made(build)
     loss_fn, variables = make(model), model.trainable_variables
@@ -115,20 +58,6 @@ def test_gradients_of_the_full_batch(case, way):
         if way == "inside":
             run = compiled(run)
         check(loss_fn, variables, data, run(*(ops.convert_to_tensor(part) for part in data)))
-
-
-def compiled(function):
-    if BACKEND == "jax":
-        import jax
-
-        return jax.jit(function)
-    if BACKEND == "torch":
-        import torch
-
-        return torch.compile(function)
-    import tensorflow as tf
-
-    return tf.function(function)
 
 
 @only("tensorflow", because="sparse gradients")
@@ -253,115 +182,6 @@ def forgotten(x, y):
 def test_losses_that_cannot_be_put_together(loss_fn, error, message, size):
     with pytest.raises(error, match=message):
         oomproof.gradients(loss_fn, [a_variable()], (numbers(BATCH), classes(BATCH)), micro_batch_size=size)
-
-
-def a_variable():
-    return keras.Variable(np.ones(3), name="some")
-
-
-def with_aux(model):
-    """Losses, and predictions for metrics in some nesting: with what is not there, and with counts."""
-
-    def loss_fn(x, y):
-        predictions = model(x, training=True)
-        right = ops.equal(ops.cast(ops.argmax(predictions, axis=-1), "int32"), ops.cast(y, "int32"))
-        losses = keras.losses.sparse_categorical_crossentropy(y, predictions)
-        return losses, {"predictions": predictions, "rest": (right, None, [x])}
-
-    return loss_fn
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_auxiliary_outputs_of_pieces_are_put_one_behind_the_other(way):
-    model = made(classifier)
-    loss_fn, variables, data = with_aux(model), model.trainable_variables, (numbers(BATCH), classes(BATCH))
-    used = compiled(loss_fn) if way == "compiled loss" else loss_fn
-    _, expected = loss_fn(*(ops.convert_to_tensor(part) for part in data))
-    for size in (5,) if way == "inside" else (1, 5, BATCH, BATCH + 3):
-
-        def run(*data, size=size):
-            return oomproof.gradients(used, variables, data, micro_batch_size=size, has_aux=True)
-
-        run = compiled(run) if way == "inside" else run
-        (loss, aux), found = run(*(ops.convert_to_tensor(part) for part in data))
-        check(lambda *data: loss_fn(*data)[0], variables, data, (loss, found))
-        keras.tree.assert_same_structure(aux, expected)
-        for a, b in zip(keras.tree.flatten(aux), keras.tree.flatten(expected), strict=True):
-            if b is not None:
-                np.testing.assert_allclose(dense(a), dense(b), atol=1e-12)
-
-
-def test_auxiliary_outputs_beside_a_sum_and_a_normaliser():
-    model = made(tagger)
-    data, variables = (words(BATCH), tags(BATCH), weights(BATCH, STEPS)), model.trainable_variables
-
-    def loss_fn(x, y, weight):
-        return masked(model)(x, y, weight), model(x)
-
-    (loss, aux), found = oomproof.gradients(loss_fn, variables, data, micro_batch_size=5, has_aux=True)
-    check(masked(model), variables, data, (loss, found))
-    np.testing.assert_allclose(dense(aux), dense(model(data[0])), atol=1e-12)
-
-
-def test_auxiliary_outputs_after_an_out_of_memory_error():
-    faults = Faults()
-    model = made(lambda: classifier(Faulty(faults)))
-    data = numbers(BATCH), classes(BATCH)
-    _, expected = with_aux(model)(*(ops.convert_to_tensor(part) for part in data))
-    faults.arm("forward", 0, out_of_memory())
-    (_, aux), _ = oomproof.gradients(with_aux(model), model.trainable_variables, data, has_aux=True)
-    assert faults.raised
-    np.testing.assert_allclose(dense(aux["predictions"]), dense(expected["predictions"]), atol=1e-12)
-
-
-@only("jax", because="a loss function with `jax.jit`")
-def test_auxiliary_outputs_of_a_jitted_loss():
-    import jax
-
-    model = made(classifier)
-    data, variables, plain = (numbers(BATCH), classes(BATCH)), model.trainable_variables, with_aux(model)
-    jitted = jax.jit(lambda x, y: plain(x, y))
-    _, expected = plain(*(ops.convert_to_tensor(part) for part in data))
-    for _ in range(2):
-        (loss, aux), found = oomproof.gradients(jitted, variables, data, micro_batch_size=5, has_aux=True)
-        check(lambda *data: plain(*data)[0], variables, data, (loss, found))
-        np.testing.assert_allclose(dense(aux["predictions"]), dense(expected["predictions"]), atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("aux", "words"),
-    [
-        (lambda x: ops.mean(x), r"row for each sample.* Received: shape \(\)"),
-        (lambda x: {"all": [x, ops.mean(x, axis=0)]}, r"row for each sample.* Received: shape \(4,\)"),
-        (lambda x: 3.0, r"row for each sample.* Received: shape \(\)"),
-        (lambda x: "accuracy", "row for each sample.* Received: a str"),
-    ],
-)
-@pytest.mark.parametrize("size", ["auto", 3])
-def test_auxiliary_outputs_without_rows(aux, words, size):
-    with pytest.raises((ValueError, TypeError), match=words):
-        oomproof.gradients(
-            lambda x, y: (ops.mean(x, axis=1), aux(x)),
-            [a_variable()],
-            (numbers(BATCH), classes(BATCH)),
-            micro_batch_size=size,
-            has_aux=True,
-        )
-
-
-@only("tensorflow", because="a loss function that is a `tf.function`")
-def test_auxiliary_outputs_without_rows_whose_size_is_not_known_while_tracing():
-    import tensorflow as tf
-
-    loss_fn = tf.function(lambda x, y: (ops.mean(x, axis=1), tf.reshape(x, (-1, 2))))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="does not have a row for each sample"):
-        oomproof.gradients(loss_fn, [a_variable()], (numbers(BATCH), classes(BATCH)), micro_batch_size=5, has_aux=True)
-
-
-def test_nothing_beside_the_loss_though_something_was_promised():
-    data = numbers(BATCH), classes(BATCH)
-    with pytest.raises(ValueError, match=r"\(loss, auxiliary outputs\), because of has_aux=True"):
-        oomproof.gradients(lambda x, y: ops.mean(x, axis=1), [a_variable()], data, has_aux=True)
 
 
 @only("tensorflow", because="sparse gradients")

@@ -9,7 +9,7 @@ import time
 import keras
 import numpy as np
 import pytest
-from here import modes, only, out_of_memory
+from here import crossed, modes, only, out_of_memory, representative
 from hooks import Faults, Faulty, FaultySGD, watched
 from keras import layers, ops
 from models import (
@@ -93,9 +93,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("mode", modes("graph", "eager"))
-@pytest.mark.parametrize("case", CASES)
-def test_out_of_memory_at_every_point_of_a_step(case, mode):
+PLACES = [(case, mode) for case in CASES for mode in modes("graph", "eager")]
+ESSENTIAL = [("whole", "eager"), ("whole", "graph"), ("in pieces", "graph"), ("gathered", "graph")]
+
+
+@pytest.mark.parametrize("place", representative(PLACES, *ESSENTIAL), ids="-".join)
+def test_out_of_memory_at_every_point_of_a_step(place):
+    case, mode = place
     guard, points, options = CASES[case]
     faults = Faults()
     data = samples_for(points)
@@ -220,18 +224,11 @@ def test_the_second_try_draws_the_same_numbers(kind, mode):
 # Errors that are not about memory
 
 
-@pytest.mark.parametrize("batch", [0, 2])
 @pytest.mark.parametrize(
-    ("point", "error"),
-    [
-        (("before", 0), KeyboardInterrupt),
-        (("forward", 1), ZeroDivisionError),
-        (("backward", 2), ZeroDivisionError),
-        (("update", 2), ZeroDivisionError),
-    ],
-    ids=str,
+    ("batch", "point"), crossed([0, 2], [("before", 0), ("forward", 1), ("backward", 2), ("update", 2)])
 )
-def test_another_error_leaves_the_model_as_after_the_last_finished_batch(batch, point, error, tmp_path):
+def test_another_error_leaves_the_model_as_after_the_last_finished_batch(batch, point, tmp_path):
+    error = KeyboardInterrupt if point[0] == "before" else ZeroDivisionError
     faults = Faults()
     x, y = samples_for([0, 0, 0])
     fit = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
@@ -308,8 +305,7 @@ def test_another_error_in_evaluate_and_predict_leaves_the_weights(method, tmp_pa
 # Nothing helps
 
 
-@pytest.mark.parametrize("point", ["forward", "update"])
-@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize(("point", "batch"), crossed(["forward", "update"], [0, 2]))
 def test_not_even_one_sample_fits(point, batch, tmp_path):
     faults = Faults()
     x, y = samples_for([0, 0, 0])

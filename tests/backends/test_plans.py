@@ -1,16 +1,10 @@
-"""Plans: made from a model and a limit, followed by training, and kept on disk."""
-
-import json
-import os
-import pathlib
-import subprocess
-import sys
+"""Plans: made from a model and a limit, and kept on disk."""
 
 import keras
 import numpy as np
-import oom_memory
 import pytest
 from here import BACKEND, only
+from planned import a_model, data, peak
 
 import oomproof
 from oomproof import _backends as backends
@@ -22,30 +16,7 @@ from oomproof._planning.levers import allowed
 from oomproof._planning.planner import Planner
 from oomproof._records.trace import Target
 
-HERE = pathlib.Path(__file__).parent
 MIB = 2**20
-
-
-def a_model(norm=keras.layers.LayerNormalization, blocks=6, compiled=True):
-    keras.utils.clear_session()  # Names count from the beginning, as in another run of a script.
-    keras.utils.set_random_seed(0)
-    inputs = x = keras.Input((16, 32))
-    for index in range(blocks):
-        y = keras.layers.Dense(128, activation="relu", name=f"wide_{index}")(norm(name=f"norm_{index}")(x))
-        x = keras.layers.Add(name=f"add_{index}")([keras.layers.Dense(32, name=f"narrow_{index}")(y), x])
-    model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.GlobalAveragePooling1D()(x)))
-    if compiled:
-        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return model
-
-
-def data(samples=64):
-    rng = np.random.default_rng(0)
-    return rng.normal(size=(samples, 16, 32)).astype("float32"), rng.integers(0, 3, (samples, 1))
-
-
-def peak(batch=1024):
-    return oomproof.estimate(a_model(), batch, memory="80GiB", engine="trace").expected
 
 
 # What a plan says
@@ -205,178 +176,6 @@ def test_a_plan_goes_to_json_and_back(tmp_path):
     plan = oomproof.plan(a_model(), 1024, budget=int(peak() * 0.4), cache=False)
     plan.save(tmp_path / "plan.json")
     assert oomproof.Plan.load(tmp_path / "plan.json") == plan
-
-
-# Plans that training follows
-
-
-def test_training_follows_a_plan():
-    x, y = data(2048)
-    plain, planned = a_model(), a_model()
-    plain.fit(x, y, batch_size=1024, shuffle=False, verbose=0)
-    plan = oomproof.plan(planned, 1024, budget=int(peak() * 0.5), cache=False)
-    run = oomproof.fit(planned, x, y, batch_size=1024, shuffle=False, verbose=0, plan=plan).run
-    assert (run.plan.micro_batch_size, run.plan.recompute) == (plan.micro_batch_size, plan.recompute)
-    for a, b in zip(plain.get_weights(), planned.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
-
-
-def test_a_precision_lasts_as_long_as_the_guard():
-    x, y = data()
-    model = a_model()
-    oomproof.guard(model, plan=oomproof.Plan(precision="mixed_bfloat16"))
-    seen = []
-    watch = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda *_, **__: seen.append(model.layers[1].compute_dtype)
-    )
-    model.fit(x, y, batch_size=32, verbose=0, callbacks=[watch])
-    assert set(seen) == {"bfloat16"}
-    oomproof.unguard(model)
-    assert model.layers[1].compute_dtype == "float32"
-    assert {variable.dtype for variable in model.trainable_variables} == {"float32"}
-    model.fit(x, y, batch_size=32, verbose=0)
-
-
-def test_a_precision_is_there_for_whatever_is_called_first():
-    x, y = data()
-    model = a_model()
-    oomproof.guard(model, plan=oomproof.Plan(precision="mixed_bfloat16"))
-    model.evaluate(x, y, verbose=0)
-    assert model.layers[1].compute_dtype == "bfloat16"
-    # Another guard for one call, and back.
-    oomproof.fit(model, x, y, verbose=0)
-    assert model.layers[1].compute_dtype == "float32"
-    model.fit(x, y, verbose=0)
-    assert model.layers[1].compute_dtype == "bfloat16"
-    oomproof.unguard(model)
-    assert model.layers[1].compute_dtype == "float32"
-
-
-def test_float16_comes_with_a_scaled_loss():
-    x, y = data()
-    model = a_model()
-    optimizer = model.optimizer
-    oomproof.guard(model, plan=oomproof.Plan(precision="mixed_float16"))
-    model.fit(x, y, batch_size=32, verbose=0)
-    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    oomproof.unguard(model)
-    assert model.optimizer is optimizer
-    assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == 2
-
-
-@pytest.fixture
-def asked():
-    """A planner that may change the precision, what `fit` was given, and a device on which the batch does not fit."""
-    model = a_model()
-    planner = Planner(
-        backends.current(), model, frozenset({"microbatch", "mixed_precision"}), named_levers=True, cache=False
-    )
-    x, y = data(1024)
-    return planner, {"x": x, "y": y, "batch_size": 1024}, FakeMemory(int(peak() * 0.6))
-
-
-def test_a_precision_is_chosen_before_fit_begins(asked):
-    planner, arguments, memory = asked
-    assert planner.changes_models
-    assert planner.propose_for(arguments, memory, None).precision == "mixed_bfloat16"
-
-
-def test_data_that_does_not_say_its_shapes_is_not_looked_at(asked):
-    planner, _, memory = asked
-    assert planner.propose_for({"x": iter([data()])}, memory, None) is None
-    assert planner.propose_for({"x": None}, memory, None) is None
-
-
-def test_a_precision_that_changes_the_loss_is_not_taken(asked, monkeypatch, caplog):
-    planner, arguments, memory = asked
-    monkeypatch.setattr(Planner, "_losses", lambda *_: (1.0, 1.2))
-    plan = planner.propose_for(arguments, memory, None)
-    assert plan.precision is None
-    assert plan.micro_batch_size is not None
-    assert "would be 1.2 instead of 1" in caplog.text
-
-
-def test_a_model_that_cannot_be_traced_is_trained_without_a_plan(asked, monkeypatch):
-    planner, arguments, memory = asked
-    monkeypatch.setattr(Planner, "_all_ways", lambda *_: {}["something unforeseen"])
-    assert planner.propose((arguments["x"], arguments["y"]), memory.describe(), MIB, 1.0) is None
-
-
-def test_what_training_ended_with_takes_the_place_of_a_plan_that_was_not_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("OOMPROOF_CACHE_DIR", str(tmp_path))
-    device, limit = FakeMemory(None).describe(), int(peak() * 0.5)
-
-    def planner():
-        return Planner(backends.current(), a_model(), frozenset({"microbatch", "recompute"}))
-
-    first = planner()
-    assert first.propose(data(1024), device, limit, 1.0).micro_batch_size != 7
-    first.learned(oomproof.Plan(micro_batch_size=7))
-    # A few bytes more in use than in the first run.
-    assert planner().propose(data(1024), device, limit - 16, 1.0) == oomproof.Plan(micro_batch_size=7)
-
-
-def test_nobody_is_refused_on_the_word_of_an_estimate(asked, caplog):
-    planner, arguments, memory = asked
-    assert planner.propose((arguments["x"], arguments["y"]), memory.describe(), MIB // 4, 1.0) is None
-    assert "Predicted not to fit; trying anyway." in caplog.text
-    assert "256 KiB" in caplog.text
-
-
-def test_the_loss_is_compared_on_real_samples(asked):
-    planner, arguments, _ = asked
-    before, after = planner._losses((arguments["x"], arguments["y"]), "mixed_bfloat16")
-    assert before != after
-    assert abs(before - after) < 0.05 * before
-
-
-# Under a limit that is real
-
-
-@pytest.fixture(scope="module")
-def children(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("plans")
-
-    def run(name, limit):
-        path = folder / f"{name} {limit}.npz"
-        env = {**os.environ, **oom_memory.environment(BACKEND, limit or 2000), "KERAS_BACKEND": BACKEND}
-        env["PYTHONPATH"] = str(HERE.parents[1] / "src")
-        command = [sys.executable, str(HERE / "plan_child.py"), name, str(limit), str(path)]
-        child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
-        assert child.returncode == 0, child.stderr[-3000:]
-        return json.loads(child.stdout.strip().splitlines()[-1]), list(np.load(path).values())
-
-    plain = {}
-
-    def both(name, share):
-        if name not in plain:
-            plain[name] = run(name, 0)
-        answer, weights = plain[name]
-        return (*run(name, int(answer["peak"] * share / MIB)), weights)
-
-    return both
-
-
-@only("tensorflow", because="peaks of a real allocator on a CPU")
-@pytest.mark.parametrize("share", [0.7, 0.4])
-def test_no_step_fails(children, share):
-    answer, weights, expected = children("layer norm", share)
-    assert answer["ooms"] == 0
-    assert answer["lines"][0].startswith(f"oomproof: batch {128} ")
-    assert "to be proven on the first batch" in answer["lines"][0]
-    assert answer["run"]["exactness"] == {"word": "exact", "why": []}
-    for a, b in zip(weights, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
-@only("tensorflow", because="peaks of a real allocator on a CPU")
-def test_batch_statistics_stay_those_of_the_whole_batch(children):
-    answer, weights, expected = children("batch norm", 0.7)
-    assert answer["run"]["plan"]["recompute"]
-    assert answer["run"]["plan"]["micro_batch_size"] is None
-    assert answer["run"]["plan"]["caveats"] == []
-    for a, b in zip(weights, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_room_for_what_an_update_computes_is_counted_where_that_is_for_all_weights_at_once():

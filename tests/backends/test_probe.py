@@ -1,10 +1,6 @@
 """Estimates by real steps on the device at hand."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 import types
 
 import keras
@@ -17,20 +13,15 @@ from oomproof._backends.base import Device
 from oomproof._estimation.engines import probe
 from oomproof._records.trace import Spec
 
-HERE = pathlib.Path(__file__).parent
 
-
-def asked(megabytes):
-    env = {**os.environ, **oom_memory.environment(BACKEND, megabytes), "KERAS_BACKEND": BACKEND}
-    env["PYTHONPATH"] = str(HERE.parents[1] / "src")
-    child = subprocess.run([sys.executable, str(HERE / "probe_child.py")], env=env, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr[-2000:]
-    return json.loads(child.stdout.strip().splitlines()[-1])
+def asked(forks, megabytes):
+    printed = forks.run("probe_child", environment=oom_memory.environment(BACKEND, megabytes))
+    return json.loads(printed.strip().splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
-def answer():
-    return asked(2000)
+def answer(forks):
+    return asked(forks, 2000)
 
 
 @only("tensorflow", because="peaks of a real allocator on a CPU")
@@ -42,9 +33,9 @@ def test_what_fits_is_run_as_it_is(answer):
 
 
 @only("tensorflow", because="peaks of a real allocator on a CPU")
-def test_a_line_through_small_steps_says_what_a_large_one_takes_that_does_not_fit(answer):
+def test_a_line_through_small_steps_says_what_a_large_one_takes_that_does_not_fit(answer, forks):
     # Less than the step takes, and more than half of it.
-    small = asked(60)
+    small = asked(forks, 60)
     assert small["peak"] is None
     assert small["same"]
     assert "batches of 32, 64, 128 on" in small["estimate"]["notes"][-1]

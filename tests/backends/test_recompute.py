@@ -1,15 +1,13 @@
 """Segments computed again in the backward pass: the same training as plain Keras's, in less memory."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 
 import keras
 import numpy as np
+import oom_memory
 import pytest
-from here import BACKEND, SLOW_COMPILES, USUAL, modes, only
+from here import BACKEND, SLOW_COMPILES, USUAL, crossed, modes, only
 from keras import layers
 from recompute_models import (
     CASES,
@@ -47,8 +45,7 @@ def plain(build, mode="eager"):
     return _plain[key]
 
 
-@pytest.mark.parametrize("segments", SEGMENTATIONS)
-@pytest.mark.parametrize("build", CASES)
+@pytest.mark.parametrize(("build", "segments"), crossed(CASES, SEGMENTATIONS))
 def test_the_same_training(float64, build, segments):
     check_same(plain(build), trained(build, CASES[build], USUAL, segments))
 
@@ -96,8 +93,10 @@ def test_layers_of_own_code(float64, segments):
     check_same(plain(subclassed), received)
 
 
-@pytest.mark.parametrize("mode", modes(*([USUAL] if SLOW_COMPILES else ["eager", "graph", "xla"])))
-@pytest.mark.parametrize("build", [residual, transformer])
+@pytest.mark.parametrize(
+    ("build", "mode"),
+    crossed([residual, transformer], modes(*([USUAL] if SLOW_COMPILES else ["eager", "graph", "xla"]))),
+)
 def test_together_with_pieces(float64, build, mode):
     """Against pieces without recomputation: batch statistics of pieces are not those of the batch."""
     expected = trained(build, CASES[build], mode, lambda model: (), pieces=2)
@@ -254,66 +253,8 @@ def test_labels_of_nested_models():
 # Memory
 
 
-def deep(blocks=24):
-    """Of dense layers: convolutions on CPUs take more memory for themselves than what they make."""
-    x = inputs = keras.Input((256,))
-    for n in range(blocks):
-        y = layers.BatchNormalization(name=f"norm_{n}")(x)
-        y = layers.ReLU(name=f"relu_{n}")(y)
-        y = layers.Dropout(0.1, name=f"drop_{n}")(y)
-        y = layers.Dense(256, name=f"dense_{n}")(y)
-        x = layers.Add(name=f"add_{n}")([x, y])
-    return compiled(keras.Model(inputs, layers.Dense(3, "softmax", name="head")(x)))
-
-
-def peak(mode, segments):
-    """Bytes a training step needs, or on torch keeps for its backward pass."""
-    model = made(deep, mode)
-    backend = backends.current()
-    step = backend.step(model)
-    data = backend.as_batch(np.zeros((2048, 256), "float32"), np.zeros(2048, "int32"), None)
-    step.prepare(data, "train")
-    step.recompute = segments
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        for _ in range(2):
-            tf.config.experimental.reset_memory_stats("CPU:0")
-            step.train(data, 1, False)
-        return tf.config.experimental.get_memory_info("CPU:0")["peak"]
-    if BACKEND == "jax":
-        return step._program("train", data, 1).temporary
-    import torch
-
-    kept = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, torch.enable_grad(), step.engine.scope():
-        outputs = step.engine.call(torch.from_numpy(np.array(data[0])), True)
-    del outputs
-    return sum(kept.values())
-
-
 @pytest.mark.parametrize("mode", ["graph"] if BACKEND != "tensorflow" else ["graph", "xla", "eager"])
-def test_memory_falls(mode):
-    environment = {
-        **os.environ,
-        "TF_CPU_ALLOCATOR_USE_BFC": "true",
-        "TF_CPU_BFC_MEM_LIMIT_IN_MB": "2000",
-        "TF_ENABLE_ONEDNN_OPTS": "0",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "PYTHONPATH": os.path.dirname(__file__),
-    }
-    code = (
-        "import json, test_recompute as t;"
-        "blocks = tuple(f'norm_{n}..add_{n}' for n in range(24));"
-        f"print(json.dumps([t.peak({mode!r}, segments) for segments in ((), blocks)]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    kept, recomputed = json.loads(done.stdout.splitlines()[-1])
+def test_memory_falls(forks, mode):
+    environment = oom_memory.environment(BACKEND, 2000)
+    kept, recomputed = json.loads(forks.run("recompute_child", mode, environment=environment).splitlines()[-1])
     assert kept >= 1.8 * recomputed, (kept, recomputed)

@@ -6,7 +6,6 @@ import json
 import pathlib
 import re
 import statistics
-import subprocess
 import sys
 
 import keras
@@ -59,12 +58,9 @@ def bytes_of(live, category):
     return sum(buffer.size for buffer in live if buffer.category == category)
 
 
-def test_peaks_are_those_of_real_steps():
+def test_peaks_are_those_of_real_steps(forks):
     names = sorted(MODELS.keys() - {"vit"})  # Its kinds of layers are in another, and it takes longest.
-    child = [sys.executable, str(HERE / "trace_child.py"), *names]
-    done = subprocess.run(child, capture_output=True, text=True, cwd=HERE, check=False)
-    assert done.returncode == 0, done.stderr
-    real = json.loads(done.stdout.splitlines()[-1])
+    real = json.loads(forks.run("trace_child", *names).splitlines()[-1])
     traces = {name: traced(name) for name in names}
     asked = {name: peak(found)[0] / real[name]["asked for"] - 1 for name, found in traces.items()}
     # The allocator's own figure counts blocks, whose sizes depend on everything that happened before. The child made
@@ -77,11 +73,8 @@ def test_peaks_are_those_of_real_steps():
         assert max(map(abs, errors.values())) < worst, shown
 
 
-def test_the_rules_are_those_of_the_allocator():
-    child = [sys.executable, str(HERE / "trace_child.py"), "--events", "several_inputs"]
-    done = subprocess.run(child, capture_output=True, text=True, cwd=HERE, check=False)
-    assert done.returncode == 0, done.stderr
-    events = json.loads(done.stdout.splitlines()[-1])
+def test_the_rules_are_those_of_the_allocator(forks):
+    events = json.loads(forks.run("trace_child", "--events", "several_inputs").splitlines()[-1])
     heap, blocks, differences = Heap(RULES["bfc"]), {}, []
     for address, asked, used in events:
         if asked:

@@ -139,8 +139,12 @@ def in_a_process(function, *args):
         return json.loads(answer.read() or "null")
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "--events":
-        print(json.dumps(in_a_process(events_of, sys.argv[2])))
+def main(*names):
+    if names[0] == "--events":
+        print(json.dumps(in_a_process(events_of, names[1])))
     else:
-        print(json.dumps({name: in_a_process(measured, name) for name in sys.argv[1:]}))
+        print(json.dumps({name: in_a_process(measured, name) for name in names}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

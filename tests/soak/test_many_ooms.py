@@ -15,8 +15,11 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "backends"))
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+import oom_memory
+from forks import Forks
 from here import BACKEND
-from test_real_oom import assert_same_weights, run_child
+from shortages import run_child
+from test_real_oom import assert_same_weights
 
 from _common import write_result
 
@@ -36,17 +39,24 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(PATIENCE_S)]
 
 
 @pytest.fixture(scope="module")
+def forks():
+    found = Forks({"KERAS_BACKEND": BACKEND, **oom_memory.environment(BACKEND, 0)})
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
 def outcome():
     found = {"command": f"make soak-{BACKEND}"}
     yield found
     write_result(f"soak-{BACKEND}", found)
 
 
-def test_two_hundred_times_out_of_memory(tmp_path, outcome):
+def test_two_hundred_times_out_of_memory(forks, tmp_path, outcome):
     began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(PROCESSES + 1) as pool:
-        runs = [pool.submit(trained, tmp_path / f"{seed}.npz", seed) for seed in range(PROCESSES)]
-        expected = pool.submit(trained, tmp_path / "reference.npz", None).result()
+        runs = [pool.submit(trained, forks, tmp_path / f"{seed}.npz", seed) for seed in range(PROCESSES)]
+        expected = pool.submit(trained, forks, tmp_path / "reference.npz", None).result()
         found = [run.result() for run in runs]
     errors = int(sum(np.sum(run["ooms"]) for run in found))
     outcome["out_of_memory"] = {
@@ -76,15 +86,15 @@ def test_two_hundred_times_out_of_memory(tmp_path, outcome):
         assert run["resident"][-1] - run["resident"][EPOCHS // 4] < 0.5 * MIB * EPOCHS
 
 
-def trained(path, seed):
+def trained(forks, path, seed):
     """One child: without a limit where there is no seed."""
     options = {"epochs": EPOCHS}
     if BACKEND != "tensorflow":
         # Where memory cannot be measured pieces never grow again, so each epoch is a run of its own.
-        return run_child("anew", 0 if seed is None else LIMIT, options, path, PATIENCE_S)
+        return run_child(forks, "anew", 0 if seed is None else LIMIT, options, path, PATIENCE_S)
     if seed is None:
-        return run_child("reference", 0, options | ON_TENSORFLOW, path, PATIENCE_S)
-    return run_child("repeatedly", LIMIT, options | ON_TENSORFLOW | {"seed": seed}, path, PATIENCE_S)
+        return run_child(forks, "reference", 0, options | ON_TENSORFLOW, path, PATIENCE_S)
+    return run_child(forks, "repeatedly", LIMIT, options | ON_TENSORFLOW | {"seed": seed}, path, PATIENCE_S)
 
 
 def difference(found, expected):
@@ -92,10 +102,12 @@ def difference(found, expected):
 
 
 @pytest.mark.parametrize("guarded", [{}, {"micro_batch_size": 8}], ids=["whole", "split"])
-def test_many_steps_do_not_grow_the_process(tmp_path, outcome, guarded):
+def test_many_steps_do_not_grow_the_process(forks, tmp_path, outcome, guarded):
     began = time.monotonic()
     options = {"steps": 20_000, "guard": guarded}
-    answer = run_child("steps", 100 if BACKEND == "tensorflow" else 0, options, tmp_path / "steps.npz", PATIENCE_S)
+    answer = run_child(
+        forks, "steps", 100 if BACKEND == "tensorflow" else 0, options, tmp_path / "steps.npz", PATIENCE_S
+    )
     outcome["split_steps" if guarded else "whole_steps"] = {
         "steps": answer["steps"],
         "seconds": round(time.monotonic() - began, 1),

@@ -1,0 +1,181 @@
+"""One training of plans.py, in a process of its own: from cold, under a limit that is real or without one."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+STEPS = 3
+_MIB = 2**20
+
+
+def trained(name: str, make: Callable[[], Any], limit: int, device: str, jit: str, folder: str) -> dict[str, Any]:
+    """What became of it. Without a limit (0), the weights it ends with are left in the folder for the others."""
+    import keras
+
+    from oomproof import _backends as backends
+
+    if device == "gpu" and limit:
+        cap(keras.backend.backend(), limit)
+    keras.utils.set_random_seed(1)
+    case = make()
+    if jit != "auto":
+        case.model.compile(case.model.optimizer, case.model.loss, jit_compile=jit == "on")
+    path = pathlib.Path(folder) / f"{name}.npz"
+    memory = backends.current().memory()
+    return _limited(case, memory, path) if limit else _unlimited(case, memory, path)
+
+
+def cap(backend: str, limit: int) -> None:
+    """A small card out of a large one."""
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        configuration = tf.config.LogicalDeviceConfiguration(memory_limit=limit // _MIB)
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("GPU")[0], [configuration])
+    elif backend == "torch":
+        import torch
+
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+
+
+def _batches(case: Any) -> Any:
+    import keras
+    import numpy as np
+
+    class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return STEPS
+
+        def __getitem__(self, index: int) -> Any:
+            rng = np.random.default_rng(index)
+
+            def drawn(like: Any, least: int) -> Any:
+                made = [
+                    rng.integers(least, most, (case.batch, *shape)).astype(dtype)
+                    if most
+                    else rng.normal(size=(case.batch, *shape)).astype(dtype)
+                    for shape, dtype, most in like
+                ]
+                return made[0] if len(made) == 1 else tuple(made)
+
+            return drawn(case.data, 1), drawn(case.targets or [((1,), "int64", case.classes)], 0)
+
+    return Batches()
+
+
+def _unlimited(case: Any, memory: Any, path: pathlib.Path) -> dict[str, Any]:
+    import keras
+    import numpy as np
+
+    import oomproof
+
+    began = time.perf_counter()
+    memory.reset_peak()
+    options: dict[str, Any] = {"epochs": 1, "shuffle": False, "verbose": 0}
+    if keras.backend.backend() == "jax":
+        # JAX cannot forget a peak, and finding the quickest kernels takes memory too: what XLA says counts.
+        peak = oomproof.fit(case.model, _batches(case), **options, plan=oomproof.Plan()).run.peak
+    else:
+        case.model.fit(_batches(case), **options)
+        use = memory.usage()
+        peak = None if use is None else use.peak
+    np.savez(path, *case.model.get_weights())
+    return {"peak": peak, "seconds": time.perf_counter() - began}
+
+
+class Watch:
+    """Counts failures where the framework raises them, and hears what the planner says before the first step."""
+
+    def __init__(self) -> None:
+        self.failures, self.refused, self.hopeless = 0, 0, False
+
+    def count(self, kind: Any) -> None:
+        """Failed probes count too: they wait as long as failed steps. What XLA is known to need before it runs, and is
+        then not run, is no failure."""
+        shortage = kind.shortage
+
+        def counting(memory: Any, error: BaseException) -> Any:
+            found = shortage(memory, error)
+            if found is not None:
+                self.failures += type(error).__name__ != "NotEnoughMemoryError"
+                self.refused += type(error).__name__ == "NotEnoughMemoryError"
+            return found
+
+        kind.shortage = counting
+
+    def heed(self) -> None:
+        """Nothing fits, or nothing fits unless the planner's estimate is too high."""
+        from oomproof._planning.planner import Planner
+
+        propose = Planner.propose
+
+        def heeding(planner: Any, *args: Any) -> Any:
+            found = propose(planner, *args)
+            self.hopeless |= found is not None and (found.predicted or 0) > (found.limit or 0)
+            return found
+
+        def listening(record: logging.LogRecord) -> bool:
+            self.hopeless |= "will not fit" in record.getMessage()
+            return True
+
+        setattr(Planner, "propose", heeding)  # noqa: B010
+        logging.getLogger("oomproof").addFilter(listening)
+
+
+def _limited(case: Any, memory: Any, path: pathlib.Path) -> dict[str, Any]:
+    import oomproof
+
+    began, watch = time.perf_counter(), Watch()
+    watch.count(type(memory))
+    watch.heed()
+    try:
+        run = oomproof.fit(case.model, _batches(case), epochs=1, shuffle=False, verbose=0).run
+    except oomproof.CannotFitError as error:
+        return {"cannot_fit": str(error), "failures": watch.failures}
+    except oomproof.RecoveryFailedError as error:
+        events = [event.message for event in error.run.events] if error.run is not None else []
+        return {
+            "gave_up": str(error),
+            "failures": watch.failures,
+            "events": events,
+            "said_that_it_will_not_fit": watch.hopeless,
+        }
+    return _outcome(case, run, watch, path) | {"seconds": time.perf_counter() - began}
+
+
+def _outcome(case: Any, run: Any, watch: Watch, path: pathlib.Path) -> dict[str, Any]:
+    import numpy as np
+
+    plain = np.load(path).values() if path.exists() else []
+    pairs = zip(plain, case.model.get_weights(), strict=path.exists())
+    return {
+        "finished": True,
+        "updates": int(case.model.optimizer.iterations),
+        "said_that_it_will_not_fit": watch.hopeless,
+        "failures": watch.failures,
+        "refused_before_they_ran": watch.refused,
+        "ooms": run.ooms,
+        "peak": run.peak,
+        "reserved": _reserved(),
+        "difference": max((float(np.abs(a - b).max()) for a, b in pairs if a.size), default=None),
+        "exact": not run.plan.caveats,
+        "micro_batch_size": run.plan.micro_batch_size,
+        "recomputed": len(run.plan.recompute),
+        "segments": run.plan.segments,
+        "events": [event.message for event in run.events],
+    }
+
+
+def _reserved() -> int | None:
+    """Bytes that torch's allocator took from the card, at most."""
+    import keras
+
+    if keras.backend.backend() != "torch":
+        return None
+    import torch
+
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
