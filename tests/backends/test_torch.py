@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import recompute_models
-from here import only, out_of_memory
+from here import crossed, only, out_of_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,8 +55,7 @@ def live():
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize(("name", "pieces"), crossed(DATA, [1, 2]))
 def test_nothing_is_left_of_steps_wherever_they_fail(name, pieces):
     backend, fails_at = backends.current(), modes()
     model = getattr(recompute_models, name)()
@@ -82,8 +81,7 @@ def test_nothing_is_left_of_steps_wherever_they_fail(name, pieces):
         assert live() == before, share
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize(("name", "pieces"), crossed(DATA, [1, 2]))
 def test_nothing_waits_for_the_garbage_collector(name, pieces):
     backend = backends.current()
     model = getattr(recompute_models, name)()
