@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 from keras import ops, tree
 
 from oomproof._backends.common import losses, statistics
+from oomproof._backends.common.batch import batch_leaves, symbolic
 from oomproof._backends.common.draws import Draw, DrawTable, Rows, table_of
 from oomproof._backends.common.fingerprint import Fingerprint
 from oomproof._backends.common.model import (
@@ -33,6 +33,7 @@ from oomproof._backends.common.proof import Disagreement, disagreements, spread,
 from oomproof._backends.common.proving import StepValues, emulating, epsilon, proven
 from oomproof._backends.common.recompute import Recomputing
 from oomproof._backends.common.segments import resolved
+from oomproof._backends.common.unbuilt import left_unbuilt
 from oomproof._backends.pieces import largest_piece, piece_bounds, piece_count
 from oomproof._compat.keras import compute_output_spec, get_stateless_scope, standardize_dtype
 from oomproof._records.exactness import Exactness
@@ -112,13 +113,13 @@ class ModelStep:
         model = self.model
         if phase == "predict":
             if not all(layer.built for layer in layers(model)):
-                x, _, _ = unpack(tree.map_structure(_symbolic, data))
+                x, _, _ = unpack(tree.map_structure(symbolic, data))
                 compute_output_spec(model, x, training=False)
             return
         optimizer = model.optimizer if phase == "train" or self.evaluating_builds_optimizer else None
         try:
-            with contextlib.nullcontext() if optimizer is model.optimizer else _left_unbuilt(model.optimizer):
-                model._symbolic_build(data_batch=tree.map_structure(_symbolic, data))
+            with contextlib.nullcontext() if optimizer is model.optimizer else left_unbuilt(model.optimizer):
+                model._symbolic_build(data_batch=tree.map_structure(symbolic, data))
         except ValueError as error:
             # All losses come from `add_loss`, which Keras does not collect while it builds.
             if "No loss to compute" not in str(error):
@@ -383,27 +384,6 @@ class ModelStep:
         }
 
 
-@contextlib.contextmanager
-def _left_unbuilt(optimizer: Any) -> Iterator[None]:
-    """Nobody builds the optimizer, whose slots take memory."""
-    built, optimizer.built = optimizer.built, True
-    try:
-        yield
-    finally:
-        optimizer.built = built
-
-
-def batch_leaves(data: Any) -> list[Any]:
-    return [leaf for leaf in tree.flatten(data) if leaf is not None]
-
-
 def _moved(variable: Any) -> Any:
     noise = np.random.default_rng(0).normal(scale=0.1, size=tuple(variable.shape))
     return variable.value + ops.convert_to_tensor(noise, dtype=variable.dtype)
-
-
-def _symbolic(leaf: Any) -> Any:
-    if leaf is None:
-        return None
-    shape = tuple(leaf.shape)
-    return keras.KerasTensor((None, *shape[1:]) if shape else shape, standardize_dtype(leaf.dtype))

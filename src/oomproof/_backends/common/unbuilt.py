@@ -1,4 +1,4 @@
-"""Copies of what a compiled model makes in its first step, to trace a step without making it."""
+"""What a compiled model makes in its first step: copies, to trace a step without making it; and making none of it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ def copies_of_unbuilt(model: Any) -> Iterator[bool]:
         yield bool(unbuilt)
     finally:
         attributes.update(unbuilt)
+
+
+@contextlib.contextmanager
+def left_unbuilt(optimizer: Any) -> Iterator[None]:
+    """Nobody builds the optimizer, whose slots take memory."""
+    built, optimizer.built = optimizer.built, True
+    try:
+        yield
+    finally:
+        optimizer.built = built
 
 
 def _optimizer(optimizer: Any) -> Any:

@@ -19,8 +19,8 @@ import keras
 import numpy as np
 from keras import tree
 
+from oomproof._backends.common.batch import batch_leaves
 from oomproof._backends.common.model import overrides, unpack
-from oomproof._backends.common.step import batch_leaves
 from oomproof._compat.jax import BATCHES_AHEAD
 
 _feeds: weakref.WeakKeyDictionary[Any, Feed] = weakref.WeakKeyDictionary()

@@ -19,13 +19,14 @@ import keras
 import numpy as np
 from keras import tree
 
+from oomproof._backends.common.batch import batch_leaves
 from oomproof._backends.common.draws import Draw, Rows
 from oomproof._backends.common.engine import PendingWrites
 from oomproof._backends.common.model import seed_variables, unpack, uses_kept_tensor
 from oomproof._backends.common.phases import Phases
 from oomproof._backends.common.predictions import predicted, tensors_in
 from oomproof._backends.common.proving import StepValues
-from oomproof._backends.common.step import ModelStep, batch_leaves
+from oomproof._backends.common.step import ModelStep
 from oomproof._backends.jax import host_batches
 from oomproof._backends.jax.compiled import EscapedTensorError, Program, signature
 from oomproof._backends.jax.device import JaxMemory

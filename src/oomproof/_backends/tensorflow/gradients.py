@@ -10,9 +10,9 @@ import keras
 import tensorflow as tf
 from keras import tree
 
+from oomproof._backends.common.batch import batch_leaves
 from oomproof._backends.common.engine import Outcome
 from oomproof._backends.common.own_loss import check_have_gradients, loss_of, own_loss
-from oomproof._backends.common.step import batch_leaves
 from oomproof._backends.tensorflow.pieces import finished, over_pieces, size_of, take
 from oomproof._backends.tensorflow.writes import PendingWrites, after
 

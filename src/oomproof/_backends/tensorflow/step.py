@@ -13,12 +13,13 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
+from oomproof._backends.common.batch import batch_leaves
 from oomproof._backends.common.draws import Draw, Rows
 from oomproof._backends.common.model import call, first_tensor, may_be_sparse, unpack
 from oomproof._backends.common.phases import Phases
 from oomproof._backends.common.predictions import predicted
 from oomproof._backends.common.proving import StepValues
-from oomproof._backends.common.step import ModelStep, batch_leaves
+from oomproof._backends.common.step import ModelStep
 from oomproof._backends.tensorflow.commit import commit_leanly
 from oomproof._backends.tensorflow.engine import TensorFlowEngine
 from oomproof._backends.tensorflow.pieces import on_host, placeholders, take

@@ -10,8 +10,8 @@ import keras
 import torch
 from keras import ops
 
+from oomproof._backends.common.batch import batch_leaves
 from oomproof._backends.common.own_loss import check_have_gradients, own_loss
-from oomproof._backends.common.step import batch_leaves
 from oomproof._backends.pieces import piece_bounds, piece_count
 from oomproof._backends.torch.engine import size_of, take
 from oomproof._backends.torch.untracked import generators
