@@ -273,7 +273,7 @@ def test_damaged_records_are_named_by_file_and_offset(records):
 
 def test_records_without_tensorflow(records, monkeypatch):
     given = spec()
-    monkeypatch.setitem(sys.modules, "tensorflow.python.lib.io._pywrap_record_io", None)
+    monkeypatch.setitem(sys.modules, "oomproof._compat.tf_data", None)  # As where TensorFlow cannot be imported.
     with pytest.raises(BackendError, match=r"pip install 'oomproof\[tensorflow\]'"):
         data.from_records(records, features=given)
 
