@@ -153,3 +153,42 @@ def test_a_model_for_batches_of_one_size_is_refused():
     oomproof.guard(model, micro_batch_size=3)
     with pytest.raises(oomproof.CannotFitError, match="batches of 8 alone"):
         model.fit(np.zeros((8, STEPS, 2), "float32"), np.zeros((8, 1), "float32"), batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"plan": "recomputed"}])
+def test_a_sequential_model_that_is_built_by_its_first_batch(float64, options):
+    """Off TensorFlow it keeps the size of that batch in its inputs, and takes others all the same."""
+
+    def build():
+        inner = [layers.Conv1D(4, 2, activation="relu"), layers.Dropout(0.2), layers.Flatten(), layers.Dense(1)]
+        model = keras.Sequential(inner)
+        model.compile("adam", "mse")
+        return model
+
+    if options:
+        options = {"plan": oomproof.Plan(micro_batch_size=3, recompute=("conv1d",)), "micro_batch_size": "auto"}
+    keras.backend.clear_session()
+    x = np.random.default_rng(0).normal(size=(20, STEPS, 2))
+    plain, _, guarded, history = plain_and_guarded(build, (x, x[:, 0, :1]), 8, **options)
+    assert history.run.plan.micro_batch_size == 3
+    assert history.run.exactness.holds
+    if history.run.exactness.word == "exact":
+        assert weights_agree(plain, guarded)
+
+
+class OfOneSize(layers.Layer):
+    """Has a weight for each sample of a batch."""
+
+    def build(self, shape):
+        self.offset = self.add_weight(shape=shape, initializer="zeros")
+
+    def call(self, x):
+        return x + self.offset
+
+
+def test_a_layer_with_a_weight_for_each_sample_is_refused():
+    model = keras.Sequential([keras.Input(batch_shape=(8, 2)), OfOneSize(), layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    oomproof.guard(model, micro_batch_size=3)
+    with pytest.raises(oomproof.CannotFitError, match="batches of 8 alone"):
+        model.fit(np.zeros((8, 2), "float32"), np.zeros((8, 1), "float32"), batch_size=8, verbose=0)

@@ -6,6 +6,7 @@ Everything here compares a guarded model, cut into pieces, with the same model u
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import keras
@@ -28,6 +29,7 @@ from pairs import (
 )
 
 import oomproof
+from oomproof._training.guarded_model import guard_of
 
 pytestmark = pytest.mark.seam
 
@@ -51,6 +53,37 @@ def test_callbacks_are_called_as_often_and_with_the_same_logs():
                 assert_same_logs(a, b)
             else:
                 assert a == b, hook
+
+
+def test_a_fit_that_is_wrapped_to_add_a_callback(monkeypatch):
+    """As MLflow's autologging does, whether the batch size is given or not."""
+    original, trained = keras.Model.fit, []
+
+    @functools.wraps(original)
+    def logged(self, *args, **kwargs):
+        logger = keras.callbacks.LambdaCallback(on_train_end=lambda logs: trained.append(self))
+        return original(self, *args, **{**kwargs, "callbacks": [*(kwargs.get("callbacks") or []), logger]})
+
+    monkeypatch.setattr(keras.Model, "fit", logged)
+    model = oomproof.guard(make_model(), micro_batch_size=MICRO)
+    model.fit(X, Y, verbose=0)
+    model.fit(X, Y, batch_size=7, verbose=0, callbacks=[keras.callbacks.LambdaCallback()])
+    assert trained == [model, model]
+
+
+def test_a_fit_that_passes_on_what_it_does_not_name_is_told_of_epochs():
+    class Task(keras.Sequential):
+        def fit(self, x=None, y=None, **rest):
+            return super().fit(x, y, **rest)
+
+    model = Task([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    oomproof.guard(model, micro_batch_size=MICRO)
+    seen = []
+    driver = guard_of(model)._drivers
+    driver.begin_epoch, begin = lambda epoch: (seen.append(epoch), begin(epoch)), driver.begin_epoch
+    model.fit(X, Y, epochs=2, verbose=0)
+    assert seen == [0, 1]
 
 
 @pytest.mark.parametrize("form", ["none", "one", "list", "tuple-free list", "CallbackList"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import logging
 import numbers
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from oomproof._explain.api import explain
 from oomproof._planning.planner import Planner
 from oomproof._records.plan import Plan
 from oomproof._records.run import Phase
+from oomproof._training.call_arguments import CallArguments
 from oomproof._training.driver import Driver
 from oomproof._training.drivers import Drivers
 from oomproof._training.helpers import optional
@@ -111,11 +111,11 @@ class GuardedModel:
         if self._depth or not (self._model.compiled or name.startswith("predict")):
             # Validation inside of fit belongs to that run; an uncompiled model gets Keras's own error.
             return method(*args, **kwargs)
-        bound = inspect.signature(method).bind(*args, **kwargs)
-        self._check_batch_size(name, bound.arguments)
-        verbose = self._verbose if self._verbose != "auto" else bound.arguments.get("verbose", "auto")
+        arguments = CallArguments(method, args, kwargs)
+        self._check_batch_size(name, arguments)
+        verbose = self._verbose if self._verbose != "auto" else arguments.get("verbose", "auto")
         if name == "fit":
-            self._before_fit(bound.arguments, silent=verbose == 0)
+            self._before_fit(arguments, silent=verbose == 0)
         self._drivers.begin(silent=verbose == 0, may_grow=not name.endswith("on_batch"))
         self._ready()
         drivers = self._drivers
@@ -123,10 +123,10 @@ class GuardedModel:
         try:
             with contextlib.ExitStack() as around:
                 around.enter_context(self._backend.reading())
-                if name == "fit" and "callbacks" in bound.signature.parameters:
-                    told = epochs_told(bound.arguments.get("callbacks"), drivers.begin_epoch)
-                    bound.arguments["callbacks"] = around.enter_context(told)
-                result = method(*bound.args, **bound.kwargs)
+                if name == "fit" and arguments.may_have("callbacks"):
+                    told = epochs_told(arguments.get("callbacks"), drivers.begin_epoch)
+                    arguments["callbacks"] = around.enter_context(told)
+                result = arguments.passed_to(method)
         except RecoveryFailedError as error:
             # Keras re-raises "from None"; the framework's own error is what the user needs to see.
             error.__cause__ = drivers.last_error

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import tree
 
-from oomproof._compat.keras import Trainer, global_state
+from oomproof._compat.keras import Trainer, compute_output_spec, global_state
 from oomproof._compat.names import is_kerass
 from oomproof.errors import UnsupportedModelError
 
@@ -116,9 +116,28 @@ def has_own_state(model: Any) -> bool:
 
 
 def has_fixed_batch(model: Any) -> bool:
-    """Whether the model takes batches of one size only, as recurrent layers do that keep their state."""
-    inputs = getattr(model, "inputs", None) or ()
-    return any(len(tensor.shape) and tensor.shape[0] is not None for tensor in tree.flatten(inputs))
+    """Whether the model takes batches of one size only, as recurrent layers do that keep their state.
+
+    That its inputs have a size is not enough: a Sequential model that is built by its first batch keeps that batch's.
+    """
+    inputs = getattr(model, "inputs", None)
+    sizes = {tensor.shape[0] for tensor in tree.flatten(inputs) if len(tensor.shape)} - {None}
+    if not sizes:
+        return False
+    if any(getattr(layer, "stateful", False) for layer in layers(model)):
+        return True
+    # No multiple of what is there, nor 1, so that nothing is broadcast.
+    others = 2 * max(sizes) + 1
+
+    def resized(tensor: Any) -> Any:
+        shape = (others, *tensor.shape[1:]) if len(tensor.shape) and tensor.shape[0] in sizes else tensor.shape
+        return keras.KerasTensor(shape, tensor.dtype, sparse=tensor.sparse)
+
+    try:
+        compute_output_spec(model, tree.map_structure(resized, inputs), training=False)
+    except Exception:
+        return True  # Whatever a layer says to another size.
+    return False
 
 
 def may_add_losses(model: Any) -> bool:

@@ -71,6 +71,7 @@ class ModelStep:
         self.model = model
         self.engine = engine
         self._examined = False
+        self._fixed_batch: bool | None = None
         # Until a look at the data says otherwise.
         self._uses_statistics = True
         self._added_losses: dict[bool, tuple[str, ...]] = {True: (), False: ()}
@@ -138,7 +139,9 @@ class ModelStep:
 
     def splittable(self, data: Any) -> bool:
         leaves = batch_leaves(data)
-        if has_fixed_batch(self.model):
+        if self._fixed_batch is None:
+            self._fixed_batch = has_fixed_batch(self.model)
+        if self._fixed_batch:
             return False
         return all(len(leaf.shape) for leaf in leaves) and len({int(self.engine.size_of(leaf)) for leaf in leaves}) == 1
 
