@@ -1,15 +1,50 @@
-"""One training of plans.py, in a process of its own: from cold, under a limit that is real or without one."""
+"""One training of plans.py or unseen.py, in a process of its own: from cold, under a limit that is real or none."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import pathlib
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 STEPS = 3
+# Numbers that NumPy does not know by name.
+_ITEM = {"bfloat16": "float16"}
 _MIB = 2**20
+
+
+def asked_of_child(
+    arguments: list[str], backend: str, device: str, limit: int, folder: str, patience: int
+) -> dict[str, Any]:
+    """What a child process answers in its last line; its last words as `error` if it ends without."""
+    env = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "XDG_CACHE_HOME": folder}
+    if device == "cpu":
+        env |= {"TF_CPU_ALLOCATOR_USE_BFC": "true", "TF_ENABLE_ONEDNN_OPTS": "0"}
+        env["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(limit // _MIB if limit else 8192)
+    elif backend == "jax":
+        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(limit / gpu_bytes()) if limit else "0.4"
+        # Without a limit only what is needed is taken, for others run beside it.
+        env["XLA_PYTHON_CLIENT_PREALLOCATE"] = str(bool(limit)).lower()
+    elif backend == "tensorflow" and not limit:
+        env["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
+    try:
+        child = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=patience)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {patience} s"}
+    if child.returncode:
+        return {"error": f"exit {child.returncode}: " + "\n".join(child.stderr.strip().splitlines()[-3:])[-600:]}
+    answer: dict[str, Any] = json.loads(child.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def gpu_bytes() -> int:
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]) * _MIB
 
 
 def trained(name: str, make: Callable[[], Any], limit: int, device: str, jit: str, folder: str) -> dict[str, Any]:
@@ -73,9 +108,10 @@ def _unlimited(case: Any, memory: Any, path: pathlib.Path) -> dict[str, Any]:
 
     import oomproof
 
-    began = time.perf_counter()
+    began, first = time.perf_counter(), _first_step(memory)
     memory.reset_peak()
-    options: dict[str, Any] = {"epochs": 1, "shuffle": False, "verbose": 0}
+    options: dict[str, Any] = {"epochs": 1, "shuffle": False, "verbose": 0, "callbacks": [first]}
+    before = case.model.get_weights() if case.model.built else []
     if keras.backend.backend() == "jax":
         # JAX cannot forget a peak, and finding the quickest kernels takes memory too: what XLA says counts.
         peak = oomproof.fit(case.model, _batches(case), **options, plan=oomproof.Plan()).run.peak
@@ -83,8 +119,49 @@ def _unlimited(case: Any, memory: Any, path: pathlib.Path) -> dict[str, Any]:
         case.model.fit(_batches(case), **options)
         use = memory.usage()
         peak = None if use is None else use.peak
-    np.savez(path, *case.model.get_weights())
-    return {"peak": peak, "seconds": time.perf_counter() - began}
+    after = case.model.get_weights()
+    np.savez(path, *after)
+    moved = float(
+        sum(np.square(a - b, dtype="float64").sum() for a, b in zip(before, after, strict=bool(before))) ** 0.5
+    )
+    found = {"peak": peak, "first_peak": first.peak, "moved": moved, "floor": _floor(case.model)}
+    return found | {"seconds": time.perf_counter() - began}
+
+
+def _first_step(memory: Any) -> Any:
+    """A callback that keeps the peak of the first step apart, in which kernels are looked for."""
+    import keras
+
+    class FirstStep(keras.callbacks.Callback):  # type: ignore[misc]
+        peak: int | None = None
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if not batch:
+                use = memory.usage()
+                self.peak = None if use is None else use.peak
+                memory.reset_peak()
+
+    return FirstStep()
+
+
+def _floor(model: Any) -> int:
+    """Bytes below which nothing can train it: weights, optimizer slots, and gradients where they are dense."""
+    import keras
+
+    def taken(variables: Any) -> int:
+        return sum(int(np.prod(v.shape)) * np.dtype(_ITEM.get(str(v.dtype), str(v.dtype))).itemsize for v in variables)
+
+    import numpy as np
+
+    sparse = keras.backend.backend() == "tensorflow"
+    rows = {
+        id(v)
+        for layer in model._flatten_layers()
+        if sparse and isinstance(layer, keras.layers.Embedding)
+        for v in layer.weights
+    }
+    dense = [v for v in model.trainable_variables if id(v) not in rows]
+    return taken(model.variables) + taken(model.optimizer.variables) + taken(dense)
 
 
 class Watch:
@@ -92,6 +169,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.failures, self.refused, self.hopeless = 0, 0, False
+        self.texts: list[str] = []
 
     def count(self, kind: Any) -> None:
         """Failed probes count too: they wait as long as failed steps. What XLA is known to need before it runs, and is
@@ -103,6 +181,7 @@ class Watch:
             if found is not None:
                 self.failures += type(error).__name__ != "NotEnoughMemoryError"
                 self.refused += type(error).__name__ == "NotEnoughMemoryError"
+                self.texts.append(found.text[:200])
             return found
 
         kind.shortage = counting
@@ -135,14 +214,16 @@ def _limited(case: Any, memory: Any, path: pathlib.Path) -> dict[str, Any]:
     try:
         run = oomproof.fit(case.model, _batches(case), epochs=1, shuffle=False, verbose=0).run
     except oomproof.CannotFitError as error:
-        return {"cannot_fit": str(error), "failures": watch.failures}
+        return {"cannot_fit": str(error), "failures": watch.failures, "floor": _floor(case.model)}
     except oomproof.RecoveryFailedError as error:
         events = [event.message for event in error.run.events] if error.run is not None else []
         return {
             "gave_up": str(error),
             "failures": watch.failures,
             "events": events,
+            "floor": _floor(case.model),
             "said_that_it_will_not_fit": watch.hopeless,
+            "shortages": watch.texts,
         }
     return _outcome(case, run, watch, path) | {"seconds": time.perf_counter() - began}
 
@@ -151,23 +232,34 @@ def _outcome(case: Any, run: Any, watch: Watch, path: pathlib.Path) -> dict[str,
     import numpy as np
 
     plain = np.load(path).values() if path.exists() else []
-    pairs = zip(plain, case.model.get_weights(), strict=path.exists())
+    pairs = list(zip(plain, case.model.get_weights(), strict=path.exists()))
     return {
         "finished": True,
         "updates": int(case.model.optimizer.iterations),
         "said_that_it_will_not_fit": watch.hopeless,
         "failures": watch.failures,
         "refused_before_they_ran": watch.refused,
+        "shortages": watch.texts,
         "ooms": run.ooms,
         "peak": run.peak,
         "reserved": _reserved(),
         "difference": max((float(np.abs(a - b).max()) for a, b in pairs if a.size), default=None),
+        # Beside `moved` of the plain run, which is how far the weights went in all.
+        "distance": _distance(pairs),
+        "floor": _floor(case.model),
         "exact": not run.plan.caveats,
         "micro_batch_size": run.plan.micro_batch_size,
         "recomputed": len(run.plan.recompute),
         "segments": run.plan.segments,
         "events": [event.message for event in run.events],
+        "last_event": run.events[-1].message if run.events else "",
     }
+
+
+def _distance(pairs: list[tuple[Any, Any]]) -> float | None:
+    import numpy as np
+
+    return float(sum(np.square(a - b, dtype="float64").sum() for a, b in pairs) ** 0.5) if pairs else None
 
 
 def _reserved() -> int | None:

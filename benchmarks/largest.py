@@ -180,9 +180,9 @@ class Tries:
             self.env |= {"TF_CPU_ALLOCATOR_USE_BFC": "true", "TF_ENABLE_ONEDNN_OPTS": "0"}
             self.env["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(limit // _MIB)
         elif backend == "jax":
-            from plans import _gpu_bytes
+            from _plan_run import gpu_bytes
 
-            self.env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(limit / _gpu_bytes())
+            self.env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(limit / gpu_bytes())
 
     def search(self, cell: Cell) -> Record:
         low, high, errors, over = 0, None, 0, False

@@ -19,15 +19,13 @@ import functools
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 from typing import Any
 
-from _plan_run import trained
+from _plan_run import asked_of_child, trained
 
 SHARES = (0.5, 0.25, 0.75)
-_MIB = 2**20
 
 
 def main() -> None:
@@ -147,31 +145,8 @@ def _median(values: list[float]) -> float | None:
 
 
 def _child(chosen: Any, backend: str, folder: str, name: str, limit: int | None) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", name, str(limit or 0), chosen.device, chosen.jit, folder]
-    env = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "XDG_CACHE_HOME": folder}
-    if chosen.device == "cpu":
-        env |= {"TF_CPU_ALLOCATOR_USE_BFC": "true", "TF_ENABLE_ONEDNN_OPTS": "0"}
-        env["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(limit // _MIB if limit else 8192)
-    elif backend == "jax":
-        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(limit / _gpu_bytes()) if limit else "0.4"
-        # Without a limit only what is needed is taken, for others run beside it.
-        env["XLA_PYTHON_CLIENT_PREALLOCATE"] = str(limit is not None).lower()
-    elif backend == "tensorflow" and not limit:
-        env["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
-    asked = {"model": name, "limit": limit}
-    try:
-        child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    except subprocess.TimeoutExpired:
-        return asked | {"error": "no answer within 600 s"}
-    if child.returncode:
-        return asked | {"error": "\n".join(child.stderr.strip().splitlines()[-3:])[-600:]}
-    answer: dict[str, Any] = json.loads(child.stdout.strip().splitlines()[-1])
-    return asked | answer
-
-
-def _gpu_bytes() -> int:
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]) * _MIB
+    arguments = [__file__, "--child", name, str(limit or 0), chosen.device, chosen.jit, folder]
+    return {"model": name, "limit": limit} | asked_of_child(arguments, backend, chosen.device, limit or 0, folder, 600)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,19 @@ def plain(build, mode="eager"):
     usual = USUAL if BACKEND == "jax" else "eager"  # Where it is the quicker of the two.
     key = (build, mode if mode == "xla" and BACKEND == "tensorflow" else usual)
     if key not in _plain:
-        _plain[key] = trained(build, CASES.get(build, (NUMBERS, CLASSES)), key[1])
+        _plain[key] = agreed(lambda: trained(build, CASES.get(build, (NUMBERS, CLASSES)), key[1]))
     return _plain[key]
+
+
+def agreed(run):
+    """On a busy CPU plain Keras on JAX gave `several` other losses in one of 25 trainings, guarded Keras in none of 100.
+
+    So what it gives twice counts.
+    """
+    found = run()
+    while BACKEND == "jax" and (again := run())[2] != found[2]:
+        found = again
+    return found
 
 
 @pytest.mark.parametrize(("build", "segments"), crossed(CASES, SEGMENTATIONS))

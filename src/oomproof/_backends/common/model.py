@@ -120,8 +120,9 @@ def has_fixed_batch(model: Any) -> bool:
 
     That its inputs have a size is not enough: a Sequential model that is built by its first batch keeps that batch's.
     """
-    inputs = getattr(model, "inputs", None)
-    sizes = {tensor.shape[0] for tensor in tree.flatten(inputs) if len(tensor.shape)} - {None}
+    # A model with code of its own has no inputs until it is called, and an optional one may be left out.
+    inputs = [tensor for tensor in tree.flatten(getattr(model, "inputs", None)) if tensor is not None]
+    sizes = {tensor.shape[0] for tensor in inputs if len(tensor.shape)} - {None}
     if not sizes:
         return False
     if any(getattr(layer, "stateful", False) for layer in layers(model)):
