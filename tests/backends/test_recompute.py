@@ -46,7 +46,7 @@ def plain(build, mode="eager"):
 
 
 def agreed(run):
-    """On a busy CPU plain Keras on JAX gave `several` other losses in one of 25 trainings, guarded Keras in none of 100.
+    """On a busy CPU plain Keras on JAX gave `several` other losses in one of 25 trainings, a guard in none of 100.
 
     So what it gives twice counts.
     """
