@@ -137,20 +137,18 @@ def _bytes(tensor: Any) -> int:
 
 def _optimizer(draw: Draw) -> Any:
     made = keras.optimizers
-    kind = draw.random.choice(
-        (
-            lambda: made.Adam(1e-4),
-            lambda: made.Adam(1e-4, clipnorm=1.0),
-            lambda: made.AdamW(1e-4, weight_decay=0.01),
-            lambda: made.SGD(1e-3),
-            lambda: made.SGD(1e-3, momentum=0.9, nesterov=True),
-            lambda: made.RMSprop(1e-4),
-            lambda: made.Lion(1e-5),
-            lambda: made.Adafactor(1e-4),
-            lambda: made.Nadam(1e-4),
-        )
+    kinds: tuple[Callable[[], Any], ...] = (
+        lambda: made.Adam(1e-4),
+        lambda: made.Adam(1e-4, clipnorm=1.0),
+        lambda: made.AdamW(1e-4, weight_decay=0.01),
+        lambda: made.SGD(1e-3),
+        lambda: made.SGD(1e-3, momentum=0.9, nesterov=True),
+        lambda: made.RMSprop(1e-4),
+        lambda: made.Lion(1e-5),
+        lambda: made.Adafactor(1e-4),
+        lambda: made.Nadam(1e-4),
     )
-    return kind()
+    return draw.random.choice(kinds)()
 
 
 def _classes(count: int) -> tuple[tuple[tuple[int, ...], str, int], Any]:

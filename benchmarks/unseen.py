@@ -77,12 +77,13 @@ class Runs:
             for number, future in plain.items():
                 found = future.result()
                 for share in wanted[number] if found.get("peak") else ():
-                    pending.append(pool.submit(self._run, folder, number, share, int(found["peak"] * share)))
+                    limit, floor = int(found["peak"] * share), found["floor"]
+                    pending.append(pool.submit(self._run, folder, number, share, limit, floor))
             return [future.result() for future in (*plain.values(), *pending)]
 
-    def _run(self, folder: str, number: int, share: float | None, limit: int) -> Run:
+    def _run(self, folder: str, number: int, share: float | None, limit: int, floor: int = 0) -> Run:
         options = self._options
-        asked = {"seed": options.seed, "number": number, "share": share, "limit": limit or None}
+        asked = {"seed": options.seed, "number": number, "share": share, "limit": limit or None, "floor": floor}
         if time.monotonic() > self._end:
             return asked | {"not_run": "no time was left"}
         arguments = [__file__, "--child", *map(str, (options.seed, number, limit, options.device, options.jit, folder))]

@@ -87,6 +87,14 @@ def test_it_grows_with_the_batch():
     assert 3 < many / few < 4.2
 
 
+@pytest.mark.parametrize("name", ["nadam", "adafactor", "lamb", "muon"])
+def test_optimizers_that_give_variables_their_values_or_read_them(name):
+    """Nadam's product and Adafactor's slots are made with a value, and on torch Nadam reads its product on the host."""
+    model = wide_net(name)
+    assert oomproof.estimate(model, 4, engine="trace").expected > weights_of(wide_net("sgd"))
+    assert not model.optimizer.built
+
+
 def test_optimizers_have_slots():
     adam, sgd = (oomproof.estimate(wide_net(name), 4, engine="trace") for name in ("adam", "sgd"))
     slots = 2 * weights_of(wide_net("sgd"))

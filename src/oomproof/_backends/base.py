@@ -71,6 +71,8 @@ class Step(Protocol):
     budget: int | None
     # Whether a size that was never run before costs no more than to run it: nothing is traced or compiled for it.
     tries_are_cheap: bool
+    # Whether the first run of a shape looks for the quickest kernels, in memory that no later run takes.
+    searches_kernels: bool
     # Segments that are computed again in the backward pass. Setting it forgets programs that were made for others;
     # ValueError for labels that the model does not have.
     recompute: tuple[str, ...]

@@ -91,10 +91,14 @@ class FakeStep:
     recompute: tuple[str, ...] = ()
     batches_on_device = 0
     tries_are_cheap: bool = False
+    searches_kernels: bool = False
     failure: Exception | None = None
     fingerprint: Any = None
     traces_hold_variables = False
     trained: int = 0
+    # Bytes that the first run of each size takes on top, and the sizes that were run.
+    search: int = 0
+    ran: set[int] = dataclasses.field(default_factory=set)
 
     def settle(self) -> None: ...
 
@@ -169,7 +173,9 @@ class FakeStep:
         return {"weights": self.memory.resident, "optimizer": 0, "gradients": 0}
 
     def _gradients(self, samples: int) -> None:
-        self.memory.take(self.fixed + self.slope * samples, "step")
+        search = 0 if samples in self.ran else self.search
+        self.memory.take(self.fixed + self.slope * samples + search, "step")
+        self.ran.add(samples)
 
     def _done(self, phase: Phase, data: Any, pieces: int) -> Any:
         self.done.append((phase, list(data), pieces))

@@ -16,6 +16,9 @@ from keras.src.backend.common import global_state as global_state
 # Where the values of variables come from just now, or None.
 from keras.src.backend.common.stateless_scope import get_stateless_scope as get_stateless_scope
 
+# What every variable is, on any backend.
+from keras.src.backend.common.variables import Variable as _Variable
+
 # Makes the variables that wait for a scope to end.
 from keras.src.backend.common.variables import initialize_all_variables as initialize_all_variables
 
@@ -180,6 +183,8 @@ class Carried:
 LOSS_REDUCTION = Redirect(_loss, "reduce_weighted_values")
 # What a model returns, from the shapes it is given, as Keras asks for it while it builds losses and metrics.
 OUTPUT_SPEC = Redirect(_backend, "compute_output_spec")
+# A variable as it is made: one that is given a value cannot be made inside of a scope.
+VARIABLE = Redirect(_Variable, "__init__")
 
 
 def adapting(kind: type, adapter: type) -> Patch:

@@ -45,6 +45,10 @@ def _fits(training: Training, batch: Batch, size: int, free: int) -> bool | None
     before, began = training.allowance.watch(), time.perf_counter()
     try:
         training.step.probe(batch.data, samples, batch.phase)
+        if training.step.searches_kernels and samples * batch.unit not in measured.searched:
+            measured.searched.add(samples * batch.unit)
+            before = training.allowance.watch()
+            training.step.probe(batch.data, samples, batch.phase)
         ran = True
     except Exception as error:
         if training.memory.shortage(error) is None:
@@ -66,8 +70,14 @@ def _fits(training: Training, batch: Batch, size: int, free: int) -> bool | None
 
 
 def measure(training: Training, batch: Batch, volume: int, before: int) -> int:
-    """What a step of so many bytes has taken beyond `before`, kept as evidence. Returns its peak."""
+    """What a step of so many bytes has taken beyond `before`, kept as evidence. Returns its peak.
+
+    A first run that looks for kernels says nothing of what others need.
+    """
     peak, measured = training.allowance.peak(), training.measured[batch.phase]
     training.log.saw_peak(peak)
+    if training.step.searches_kernels and volume not in measured.searched:
+        measured.searched.add(volume)
+        return peak
     measured.evidence = measured.evidence.with_need(volume, max(peak - before, 0))
     return peak

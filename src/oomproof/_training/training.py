@@ -42,9 +42,13 @@ class Batch:
 
 @dataclasses.dataclass
 class Measured:
-    """What was measured in one phase: bytes by volume, and the least seconds by pieces and volume."""
+    """What was measured in one phase: bytes by volume, and the least seconds by pieces and volume.
+
+    `searched` has the volumes whose first run is over, where that looks for kernels.
+    """
 
     evidence: Evidence = dataclasses.field(default_factory=Evidence)
+    searched: set[int] = dataclasses.field(default_factory=set)
     quickest: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
 
 

@@ -52,6 +52,7 @@ class ModelStep:
     budget: int | None = None
     failure: Exception | None = None
     tries_are_cheap = False
+    searches_kernels = False
     fingerprint: Fingerprint | None = None
     traces_hold_variables = False
     # Whether Keras builds the optimizer, slots and all, before it evaluates.

@@ -16,9 +16,18 @@ _OUT_OF_MEMORY = re.compile(
     r"OOM when allocating|out of memory|failed to allocate|ran out of memory|CUDA_ERROR_OUT_OF_MEMORY"
     r"|(CUDNN|CUBLAS|CUSOLVER|CUSPARSE)_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|Dst tensor is not initialized"
     r"|resource allocation failed"
-    r"|allocate \d+ bytes",
+    r"|allocate \d+ bytes"
+    # cuDNN tries kernel after kernel, and there is room for none.
+    r"|No algorithm worked|Failed to get convolution algorithm",
     re.IGNORECASE,
 )
+# What libraries also say when they do not get what they work in: memory only where there is hardly any left.
+_PERHAPS_MEMORY = re.compile(
+    r"(CUDNN|CUBLAS)_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)|cuDNN launch failure|Blas \w+ launch failed"
+    r"|without BLAS support|failed to create cu\w+ handle",
+    re.IGNORECASE,
+)
+_NEARLY_FULL = 0.9
 # ResourceExhaustedError is also what a full disk or too many open files look like.
 _OTHER_RESOURCES = re.compile(
     r"no space left|disk quota|too many open files|file descriptor|received message larger|quota exceeded",
@@ -28,6 +37,11 @@ _OTHER_RESOURCES = re.compile(
 _NO_ROOM_FOR_CONSTANT = "Cannot parse tensor from proto"
 # XLA asks for all temporaries of a program at once, so the request is what the program needs.
 _XLA_REQUEST = re.compile(r"out of memory (?:while )?trying to allocate (\d+) ?bytes", re.IGNORECASE)
+
+
+# Most that one convolution may take beside its tensors: the setting, and the share of the memory there is.
+_WORKSPACE = "TF_CUDNN_WORKSPACE_LIMIT_IN_MB"
+_WORKSPACE_SHARE, _WORKSPACE_AT_LEAST, _WORKSPACE_AT_MOST = 8, 64, 8192
 
 
 class TensorFlowMemory:
@@ -60,8 +74,14 @@ class TensorFlowMemory:
 
     def shortage(self, error: BaseException) -> Shortage | None:
         text = str(error)
-        kinds = (tf.errors.ResourceExhaustedError, tf.errors.InternalError, tf.errors.UnknownError)
-        found = isinstance(error, kinds) and _OUT_OF_MEMORY.search(text) and not _OTHER_RESOURCES.search(text)
+        # A convolution for which no kernel worked is reported as not found.
+        kinds = (
+            tf.errors.ResourceExhaustedError,
+            tf.errors.InternalError,
+            tf.errors.UnknownError,
+            tf.errors.NotFoundError,
+        )
+        found = isinstance(error, kinds) and self._says_memory(text) and not _OTHER_RESOURCES.search(text)
         constant = isinstance(error, tf.errors.InvalidArgumentError) and _NO_ROOM_FOR_CONSTANT in text
         if not found and not constant:
             return None
@@ -72,6 +92,28 @@ class TensorFlowMemory:
             needed=int(asked[1]) if asked else None,
             error=without_frames(error),
         )
+
+    def _says_memory(self, text: str) -> bool:
+        if _OUT_OF_MEMORY.search(text):
+            return True
+        use = self.usage() if _PERHAPS_MEMORY.search(text) else None
+        # The peak: much of what the failed step held is free again by now.
+        return use is not None and self._limit is not None and use.peak > _NEARLY_FULL * self._limit
+
+
+def bound_kernel_search(limit: int | None = None) -> None:
+    """Keeps what cuDNN tries in the first step of each shape small beside the memory there is.
+
+    TensorFlow tries every kernel once, with up to 8 GB to work in, and takes what it finds for that. It reads this
+    setting at the first convolution of the process, and does not look at it again. One that is the user's stays.
+
+    Args:
+        limit: Bytes there are; what the GPU's allocator has by default.
+    """
+    limit = _gpu_limit() if limit is None else limit
+    if limit is not None:
+        share = limit // _WORKSPACE_SHARE // 2**20
+        os.environ.setdefault(_WORKSPACE, str(min(max(share, _WORKSPACE_AT_LEAST), _WORKSPACE_AT_MOST)))
 
 
 def _cpu_is_limited() -> bool:

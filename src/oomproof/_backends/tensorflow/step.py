@@ -21,6 +21,7 @@ from oomproof._backends.common.predictions import predicted
 from oomproof._backends.common.proving import StepValues
 from oomproof._backends.common.step import ModelStep
 from oomproof._backends.tensorflow.commit import commit_leanly
+from oomproof._backends.tensorflow.device import bound_kernel_search
 from oomproof._backends.tensorflow.engine import TensorFlowEngine
 from oomproof._backends.tensorflow.pieces import on_host, placeholders, take
 from oomproof._backends.tensorflow.size_checks import refusing
@@ -58,6 +59,8 @@ class TensorFlowStep(ModelStep):
         self._eager = bool(model.run_eagerly)
         self.traces_hold_variables = not self._eager
         self._xla = bool(model.jit_compile) and not self._eager
+        # XLA looks for kernels when it compiles.
+        self.searches_kernels = not self._xla and bool(tf.config.list_logical_devices("GPU"))
         self._programs: dict[Any, Any] = {}
         self._traced: dict[Any, Any] = {}
         self._specs: dict[str, Any] = {}
@@ -79,6 +82,11 @@ class TensorFlowStep(ModelStep):
 
     def equal_pieces_only(self) -> bool:
         return self._xla
+
+    def prepare(self, data: Any, phase: Phase) -> None:
+        if self.searches_kernels:
+            bound_kernel_search(self.budget)
+        super().prepare(data, phase)
 
     # What is not Keras's
 

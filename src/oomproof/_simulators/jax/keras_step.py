@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 
 from oomproof._backends.common.recompute import recomputing
 from oomproof._backends.common.unbuilt import copies_of_unbuilt
 from oomproof._backends.jax.engine import JaxEngine
-from oomproof._compat.keras import global_state
+from oomproof._compat.keras import VARIABLE, global_state
 from oomproof._records.trace import Category, Spec, Workload
 from oomproof._simulators.jax.cudnn import traced_for
 from oomproof._simulators.xla.writer import Role
@@ -111,10 +112,21 @@ def _variables_without_values() -> Iterator[None]:
     waiting = global_state.get_global_attribute("uninitialized_variables")
     global_state.set_global_attribute("uninitialized_variables", [])
     try:
-        with keras.StatelessScope(initialize_variables=False):
+        with keras.StatelessScope(initialize_variables=False), VARIABLE.to(_without_value):
             yield
     finally:
         global_state.set_global_attribute("uninitialized_variables", waiting)
+
+
+def _without_value(
+    original: Any, variable: Any, initializer: Any, shape: Any = None, dtype: Any = None, *rest: Any, **options: Any
+) -> None:
+    """Some optimizers give a variable its value, where Keras wants to be told how to make it."""
+    if not (callable(initializer) or isinstance(initializer, str)):
+        value = np.asarray(initializer)
+        shape, dtype = value.shape, dtype or str(jax.dtypes.canonicalize_dtype(value.dtype))
+        initializer = "zeros"
+    original(variable, initializer, shape, dtype, *rest, **options)
 
 
 def _variables(model: Any, phase: str) -> list[list[Any]]:

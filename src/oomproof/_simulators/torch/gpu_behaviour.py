@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -19,6 +20,7 @@ from oomproof._compat.torch_tracing import DESCRIBED, DEVICE, GRU, LSTM, RUN_BAC
 from oomproof._records.trace import Target
 from oomproof._simulators.torch.recording import Recorder
 from oomproof._simulators.torch.recurrent import recurrent
+from oomproof.errors import UnsupportedModelError
 
 _GPU = torch.device("cuda", 0)
 _HALF = (torch.float16, torch.bfloat16)
@@ -62,6 +64,13 @@ def _answered(module: str, name: str, answer: Callable[..., Any]) -> contextlib.
     return contextlib.nullcontext() if function is None else function.to(answer)
 
 
+def _read_on_host(tensor: Any, dtype: Any = None) -> Any:
+    """A number that code reads on the host, as Nadam does. What it is makes no difference to memory, if it is not 0."""
+    if tensor.numel() > 1:
+        raise UnsupportedModelError("The step reads a tensor's values on the host, and a trace has none.")
+    return np.full(tuple(tensor.shape), 0.5, dtype or "float32")
+
+
 class _OnGpu(TorchFunctionMode):  # type: ignore[misc]
     """Sees calls before torch looks at devices.
 
@@ -79,6 +88,7 @@ class _OnGpu(TorchFunctionMode):  # type: ignore[misc]
             torch.nn.functional.scaled_dot_product_attention: self._attention,
             LSTM: recurrent("lstm"),
             GRU: recurrent("gru"),
+            torch.Tensor.__array__: _read_on_host,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
