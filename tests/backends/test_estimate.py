@@ -87,7 +87,7 @@ def test_it_grows_with_the_batch():
     assert 3 < many / few < 4.2
 
 
-@pytest.mark.parametrize("name", ["nadam", "adafactor", "lamb", "muon"])
+@pytest.mark.parametrize("name", ["nadam", "adafactor", "muon"])
 def test_optimizers_that_give_variables_their_values_or_read_them(name):
     """Nadam's product and Adafactor's slots are made with a value, and on torch Nadam reads its product on the host."""
     model = wide_net(name)
