@@ -10,7 +10,7 @@ A seed counts the first time it is run; one that was looked at is material to tu
 Each run is a process of its own: three steps from cold under a limit that is real. Everything that costs a user time is
 a failure: a step that ran out of memory, a probe that did, a program that was compiled and refused, a crash, giving up.
 Whether a run is feasible is decided by arithmetic and not by the planner: weights, optimizer slots and gradients have
-to be within the limit.
+to be within the limit; on a CPU also what Keras's own step takes for one sample.
 """
 
 from __future__ import annotations

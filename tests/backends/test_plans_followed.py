@@ -28,6 +28,30 @@ def test_training_follows_a_plan():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
 
 
+def test_a_plan_serves_a_model_that_is_built_again():
+    """Keras counts on when the same code builds the model once more, as when a cell of a notebook is run twice."""
+
+    def built():
+        inputs = keras.Input((8,))
+        inner = keras.Sequential([keras.Input((8,)), *[keras.layers.Dense(8, "tanh") for _ in range(3)]])
+        x = inner(inputs) + inputs
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(8, "tanh")(x)))
+        model.compile("sgd", "mse")
+        return model
+
+    first, again = built(), built()
+    labels = backends.current().segments(first)
+    assert labels == ("sequential[1]/dense[1]", "sequential[1]/dense[2]", "sequential[1]/dense[3]", *labels[3:])
+    assert labels == backends.current().segments(again)
+    plan = oomproof.Plan(micro_batch_size=4, recompute=(f"{labels[0]}..{labels[1]}", labels[-2]))
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
+    for model in (first, again):
+        assert oomproof.fit(model, x, x[:, :1], batch_size=8, plan=plan, verbose=0).run.plan.recompute == plan.recompute
+    # The names of today stand for a label, too.
+    names = [layer.name for layer in again.layers]
+    oomproof.fit(again, x, x[:, :1], plan=oomproof.Plan(recompute=(names[-2],)), verbose=0)
+
+
 def test_a_precision_lasts_as_long_as_the_guard():
     x, y = data()
     model = a_model()

@@ -111,7 +111,7 @@ class Calls:
     def _flattened(self, prefix: str) -> Iterator[_Made]:
         times = collections.Counter(id(call.operation) for call in self._graphs[prefix].calls)
         for call in self._graphs[prefix].calls:
-            inner = f"{prefix}{call.operation.name}/"
+            inner = f"{call.path}/"
             if times[id(call.operation)] == 1 and self._opens(call, inner):
                 function = self._graphs[inner].function
                 given = tree.flatten(function._inputs_struct)
@@ -121,7 +121,7 @@ class Calls:
                 self._same.update(zip(call.outputs, map(self._key, returned), strict=True))
             else:
                 inputs = dict.fromkeys(self._same.get(tensor, tensor) for tensor in call.inputs)
-                yield _Made(call, prefix, tuple(inputs), call.outputs)
+                yield _Made(call, self._graphs[prefix].names, tuple(inputs), call.outputs)
 
     def _opens(self, call: Call, inner: str) -> bool:
         graph = self._graphs.get(inner)

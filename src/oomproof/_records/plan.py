@@ -37,7 +37,8 @@ class Plan(Record):
     Attributes:
         micro_batch_size: Most samples in a piece of a batch; `None` runs batches whole.
         recompute: Segments of the model whose forward pass is computed again in the backward pass instead of being
-            kept. Each is the label of a layer, or of the first and the last call of one: `"conv_1..relu_3"`.
+            kept. Each is the label of a layer, or of the first and the last call of one: `"conv_1..relu_3"`. A layer
+            that Keras named itself goes by its place, `"conv2d[2]"`: so a plan serves a model that is built again.
         jit_compile: Whether to compile the step with XLA; `None` leaves it as the model was compiled.
         precision: Dtype policy to train with; `None` keeps the model's own.
         lean_commit: Apply the update variable by variable from the host, where the device has no room for new values

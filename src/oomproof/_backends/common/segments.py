@@ -21,7 +21,7 @@ def labels(model: Any) -> tuple[str, ...]:
     def expanded(graph: Graph) -> Iterator[str]:
         times = collections.Counter(id(call.operation) for call in graph.calls)
         for call in graph.calls:
-            inner = found.get(f"{graph.prefix}{call.operation.name}/")
+            inner = found.get(f"{call.path}/")
             if inner is None or times[id(call.operation)] > 1:
                 yield call.label
             else:
@@ -37,8 +37,15 @@ def resolved(model: Any, segments: Sequence[str]) -> tuple[list[tuple[Graph, lis
         ValueError: See `recompute.recomputing`.
     """
     paths = dict(_paths(model))
-    known = all_graphs(model, paths)
-    places = {call.label: (graph, index) for graph in known for index, call in enumerate(graph.calls)}
+    known = list(all_graphs(model, paths))
+    # The names of today stand for a label, too: they are what people write.
+    places = {
+        text: (graph, index)
+        for which in ("name", "label")
+        for graph in known
+        for index, call in enumerate(graph.calls)
+        for text in [getattr(call, which)]
+    }
     spans: dict[int, tuple[Graph, list[range]]] = {}
     whole_layers: dict[int, Any] = {}
     for segment in segments:
