@@ -221,6 +221,13 @@ def test_convolutions_are_spoken_of_where_there_are_some(found):
     assert said == [BACKEND != "torch", False]
 
 
+def test_the_first_step_of_convolutions_has_a_peak_of_its_own():
+    """In graph mode, where kernels are looked for when a shape is first run."""
+    for model, convolves in ((conv_net(), True), (wide_net("sgd"), False)):
+        found = oomproof.estimate(model, 4, gpu="h200", engine="trace", jit=False if BACKEND == "tensorflow" else None)
+        assert any("the first" in note for note in found.notes) == (convolves and BACKEND == "tensorflow")
+
+
 def estimate_of_wide_net():
     return oomproof.estimate(wide_net("sgd"), 8, engine="trace")
 

@@ -14,6 +14,13 @@ from oomproof._simulators.tensorflow.values import Block
 from oomproof._simulators.xla.stablehlo import read
 from oomproof._simulators.xla.trace import compiled_trace
 
+# Ops of which the first step tries every kernel that there is.
+_SEARCHED = ("Conv2D", "Conv3D")
+_SEARCH = (
+    "this is the peak of every step but the first of a shape, which looks for the quickest kernels and lets each work "
+    "in up to 8 GB more; under a guard, in an eighth of the memory"
+)
+
 
 def trace(model: Any, workload: Workload) -> Trace:
     """Traces a step.
@@ -30,7 +37,10 @@ def trace(model: Any, workload: Workload) -> Trace:
     owners = Owners(graph, bool(workload.recompute))
     ops = tuple(Op(node.name, owners.stage(node), owners.layer(node)) for node in execution.ran)
     buffers = tuple(_buffer(block, owners, len(ops)) for block in execution.blocks)
-    return Trace("bfc" if workload.target.gpu else "bfc-growing", ops, buffers, tuple(execution.notes))
+    notes = list(execution.notes)
+    if workload.target.gpu and any(node.op.startswith(_SEARCHED) for node in execution.ran):
+        notes.append(_SEARCH)
+    return Trace("bfc" if workload.target.gpu else "bfc-growing", ops, buffers, tuple(notes))
 
 
 def compiled_step_trace(step: StableHLOStep, workload: Workload) -> Trace:
