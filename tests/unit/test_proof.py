@@ -20,7 +20,7 @@ def outcome(gradient=GRADIENT, rate=0.1, **others):
 
 def found(made, asked=None, reordered=None, epsilon=DOUBLE):
     asked = outcome() if asked is None else asked
-    return proof.disagreements(asked, made, asked if reordered is None else reordered, {"w": WEIGHT}, epsilon)
+    return proof.disagreements(asked, made, [] if reordered is None else [reordered], {"w": WEIGHT}, epsilon)
 
 
 def test_the_same_is_the_same():
@@ -96,7 +96,7 @@ def test_so_are_a_few_others_where_there_is_much_rounding():
         return {"gradient of w": gradient, "w": weight - 0.1 * signs}
 
     def wrong(flipped, other):
-        return proof.disagreements(step(gradient), step(gradient, flipped), step(other), {"w": weight}, FLOAT)
+        return proof.disagreements(step(gradient), step(gradient, flipped), [step(other)], {"w": weight}, FLOAT)
 
     assert wrong(20, reordered) == ()
     assert wrong(100, reordered) != ()
