@@ -118,6 +118,39 @@ def test_slots_are_told_apart_by_the_whole_name_of_their_variable():
     assert [each.name for each in found(made, asked, epsilon=FLOAT)] == ["adam/a_b_momentum"]
 
 
+def test_slots_belong_to_whom_the_optimizer_keeps_them_for():
+    """Adafactor names all of them alike. Some have fewer dimensions than their variable."""
+    tiny = RNG.normal(size=(2, 3)) * 1e-9
+    asked = outcome(**{"gradient of b": tiny, "slot (7)": tiny, "slot (8)": tiny[0]})
+    made = asked | {"gradient of b": -tiny, "slot (7)": -tiny, "slot (8)": -tiny[0]}
+    owners = {"slot (7)": "b", "slot (8)": "b"}
+    assert proof.disagreements(asked, made, (), {}, FLOAT, owners) == ()
+    assert len(proof.disagreements(asked, made, (), {}, FLOAT, {"slot (7)": "w"})) == 2
+
+
+def test_what_optimizers_make_of_gradients_that_are_apart_is_no_more_apart_than_they_are():
+    def squared(gradient):
+        return {"gradient of w": gradient, "adam/w_velocity": gradient**2}
+
+    def wrong(made, reordered):
+        before = {"adam/w_velocity": np.zeros((8, 4))}
+        return proof.disagreements(squared(GRADIENT), made, [squared(reordered)], before, FLOAT)
+
+    near = GRADIENT * (1 + 5e-3)
+    assert wrong(squared(near), GRADIENT * (1 + 1e-3)) == ()
+    made = squared(near) | {"adam/w_velocity": 1.05 * GRADIENT**2}
+    assert [each.name for each in wrong(made, GRADIENT * (1 + 1e-3))] == ["adam/w_velocity"]
+
+
+def test_outcomes_are_brought_nearer_but_for_what_is_no_number():
+    asked = {"a": np.array([1.0, np.inf]), "seed": np.array([1, 2]), "gone": None}
+    near = proof.nearer(asked, {"a": np.array([2.0, np.inf]), "seed": np.array([1, 3]), "gone": None})
+    assert 1.0 < near["a"][0] < 2.0
+    assert not np.isfinite(near["a"][1])
+    assert list(near["seed"]) == [1, 3]
+    assert near["gone"] is None
+
+
 def test_numbers_that_are_none_have_to_be_in_the_same_places():
     asked, made = outcome(loss=np.array([np.nan, 1.0])), outcome(loss=np.array([1.0, np.nan]))
     assert found(asked, asked) == ()

@@ -100,30 +100,33 @@ def compared(step: Provable, data: Any, pieces: int) -> Comparison:
     for rounded in (_reordered, _shaken):
         if found:
             with _plain(step.engine), emulating(step.engine):
-                others.append(rounded(step, names, data, tolerated))
+                others.append(rounded(step, names, data, asked, tolerated))
             found = proof.disagreements(asked, made, others, before, tolerated, owners)
     return Comparison(asked, made, found)
 
 
-def _reordered(step: Provable, names: _Names, data: Any, epsilon: float) -> proof.Values:
+def _reordered(step: Provable, names: _Names, data: Any, asked: proof.Values, epsilon: float) -> proof.Values:
     """The plain step with its samples in another order: sums over samples are rounded in another way."""
     order = proof.other_order(step.batch_size(data))
     with step.engine.drawing(Rows.of(order, len(order)), whole=True):
         return _named(step, names, step.step_values(step.engine.pick(data, order), 1))
 
 
-def _shaken(step: Provable, names: _Names, data: Any, epsilon: float) -> proof.Values:
+def _shaken(step: Provable, names: _Names, data: Any, asked: proof.Values, epsilon: float) -> proof.Values:
     """The plain step with weights that are off by as much as rounding makes of them.
 
     The order of samples does not show how each of them is rounded: kernels do that differently for other numbers of
     samples, and a unit may then work that did not.
     """
     rng = np.random.default_rng(0)
-    weights = [v for v in step.model.trainable_weights if not getattr(v, "overwrite_with_gradient", False)]
+    weights = [v for v in step.model.trainable_weights if _is_ordinary(v)]
     kept = [np.array(ops.convert_to_numpy(v._value)) for v in weights]
     try:
         for variable, value in zip(weights, kept, strict=True):
-            off = 1 + epsilon * rng.choice((-1.0, 1.0), size=value.shape)
+            # Half of what numbers are apart, but not less than what the weight's own are.
+            own = epsilon if value.dtype.itemsize < 4 else float(np.finfo(value.dtype).eps)
+            most = max(epsilon / 2, own)
+            off = 1 + most * rng.choice((-1.0, 1.0), size=value.shape)
             variable.assign((value.astype(float) * off).astype(value.dtype))
         found = _named(step, names, step.step_values(data, 1))
     finally:
@@ -131,7 +134,12 @@ def _shaken(step: Provable, names: _Names, data: Any, epsilon: float) -> proof.V
             variable.assign(value)
     # Weights that began elsewhere end elsewhere.
     moved = {names[id(variable)][1] for variable in step.model.trainable_weights}
-    return {name: value for name, value in found.items() if name not in moved}
+    return proof.nearer(asked, {name: value for name, value in found.items() if name not in moved})
+
+
+def _is_ordinary(weight: Any) -> bool:
+    own = getattr(weight, "overwrite_with_gradient", False) or weight._value is None
+    return keras.backend.is_float_dtype(weight.dtype) and not own
 
 
 @contextlib.contextmanager
