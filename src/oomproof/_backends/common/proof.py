@@ -1,7 +1,8 @@
 """The proof that a step is the one that was asked for: what both write, compared.
 
 The same samples go through one step, plain and as it is to be run, to new values of everything the step writes. How
-much rounding a model has is measured on the model itself, by the plain step with its samples in another order.
+much rounding a model has is measured on the model itself, by the plain step with its samples in another order, and with
+weights that are off by their last bit.
 """
 
 from __future__ import annotations
