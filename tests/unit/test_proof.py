@@ -20,7 +20,7 @@ def outcome(gradient=GRADIENT, rate=0.1, **others):
 
 def found(made, asked=None, reordered=None, epsilon=DOUBLE):
     asked = outcome() if asked is None else asked
-    return proof.disagreements(asked, made, asked if reordered is None else reordered, {"w": WEIGHT}, epsilon)
+    return proof.disagreements(asked, made, [] if reordered is None else [reordered], {"w": WEIGHT}, epsilon)
 
 
 def test_the_same_is_the_same():
@@ -96,7 +96,7 @@ def test_so_are_a_few_others_where_there_is_much_rounding():
         return {"gradient of w": gradient, "w": weight - 0.1 * signs}
 
     def wrong(flipped, other):
-        return proof.disagreements(step(gradient), step(gradient, flipped), step(other), {"w": weight}, FLOAT)
+        return proof.disagreements(step(gradient), step(gradient, flipped), [step(other)], {"w": weight}, FLOAT)
 
     assert wrong(20, reordered) == ()
     assert wrong(100, reordered) != ()
@@ -116,6 +116,39 @@ def test_slots_are_told_apart_by_the_whole_name_of_their_variable():
     asked = outcome(**{"gradient of b": tiny, "adam/a_b_momentum": tiny, "gradient of a/b": GRADIENT[0, :3]})
     made = asked | {"adam/a_b_momentum": tiny + 1.0}
     assert [each.name for each in found(made, asked, epsilon=FLOAT)] == ["adam/a_b_momentum"]
+
+
+def test_slots_belong_to_whom_the_optimizer_keeps_them_for():
+    """Adafactor names all of them alike. Some have fewer dimensions than their variable."""
+    tiny = RNG.normal(size=(2, 3)) * 1e-9
+    asked = outcome(**{"gradient of b": tiny, "slot (7)": tiny, "slot (8)": tiny[0]})
+    made = asked | {"gradient of b": -tiny, "slot (7)": -tiny, "slot (8)": -tiny[0]}
+    owners = {"slot (7)": "b", "slot (8)": "b"}
+    assert proof.disagreements(asked, made, (), {}, FLOAT, owners) == ()
+    assert len(proof.disagreements(asked, made, (), {}, FLOAT, {"slot (7)": "w"})) == 2
+
+
+def test_what_optimizers_make_of_gradients_that_are_apart_is_no_more_apart_than_they_are():
+    def squared(gradient):
+        return {"gradient of w": gradient, "adam/w_velocity": gradient**2}
+
+    def wrong(made, reordered):
+        before = {"adam/w_velocity": np.zeros((8, 4))}
+        return proof.disagreements(squared(GRADIENT), made, [squared(reordered)], before, FLOAT)
+
+    near = GRADIENT * (1 + 5e-3)
+    assert wrong(squared(near), GRADIENT * (1 + 1e-3)) == ()
+    made = squared(near) | {"adam/w_velocity": 1.05 * GRADIENT**2}
+    assert [each.name for each in wrong(made, GRADIENT * (1 + 1e-3))] == ["adam/w_velocity"]
+
+
+def test_outcomes_are_brought_nearer_but_for_what_is_no_number():
+    asked = {"a": np.array([1.0, np.inf]), "seed": np.array([1, 2]), "gone": None}
+    near = proof.nearer(asked, {"a": np.array([2.0, np.inf]), "seed": np.array([1, 3]), "gone": None})
+    assert 1.0 < near["a"][0] < 2.0
+    assert not np.isfinite(near["a"][1])
+    assert list(near["seed"]) == [1, 3]
+    assert near["gone"] is None
 
 
 def test_numbers_that_are_none_have_to_be_in_the_same_places():

@@ -349,7 +349,7 @@ class ModelStep:
     def _forward_disagreements(self, data: Any, pieces: int, others: int) -> tuple[Disagreement, ...]:
         with emulating(self.engine):
             asked, made = self._forward_values(data, pieces), self._forward_values(data, others)
-        return disagreements(asked, made, {}, {}, epsilon(self.model, self.engine))
+        return disagreements(asked, made, (), {}, epsilon(self.model, self.engine))
 
     def _forward_values(self, data: Any, pieces: int) -> dict[str, Any]:
         """What the forward pass of a training step in pieces writes and logs."""
