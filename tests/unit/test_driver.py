@@ -286,7 +286,7 @@ def test_a_given_size_is_kept_to():
 
 @pytest.mark.parametrize("late", [{0}, {1}, {3}, {1, 2}, {0, 5}])
 def test_steps_that_fail_late_run_again_in_order(late):
-    memory = FakeMemory(limit=1000)
+    memory = FakeMemory(limit=12)
     step = FakeStep(memory, late=frozenset(late))
     driver = Driver(step, memory, Settings())
     batches = [[number] * 8 for number in range(4)]

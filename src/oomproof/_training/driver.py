@@ -160,7 +160,7 @@ class Driver:
                 raise
             return None, shortage
         if measured:
-            peak = measure(training, batch, volume, before)
+            peak = measure(training, batch, volume, before, went_through=True)
             self._watch_for_stalls(batch, pieces, peak, time.perf_counter() - began)
         return result, None
 

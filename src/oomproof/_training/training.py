@@ -42,9 +42,22 @@ class Batch:
 
 @dataclasses.dataclass
 class Measured:
-    """What was measured in one phase: bytes by volume, and the least seconds by pieces and volume."""
+    """What was measured in one phase.
+
+    Attributes:
+        evidence: Bytes by volume.
+        quickest: The least seconds by pieces and volume.
+        grown: Whether pieces were made larger last, and not smaller.
+        changes: How often pieces got another size after the first epoch.
+        regrets: How often pieces that were made larger had to be made smaller again.
+        retried: Volumes that were tried once more after a failure that measurements do not explain.
+    """
 
     evidence: Evidence = dataclasses.field(default_factory=Evidence)
+    grown: bool = False
+    changes: int = 0
+    regrets: int = 0
+    retried: set[int] = dataclasses.field(default_factory=set)
     quickest: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
 
 
@@ -130,6 +143,10 @@ class Training:
     ) -> None:
         """Gives pieces another size."""
         before = largest_piece(batch.size, self.pieces(batch))
+        measured = self.measured[batch.phase]
+        measured.regrets += measured.grown and kind == "shrink"
+        measured.grown = kind == "grow"
+        measured.changes += bool(self.log.epoch)
         if kind != "grow":
             self.check_may_be_cut(batch)
         self.current.volumes[batch.phase] = volume
@@ -137,6 +154,10 @@ class Training:
         after = largest_piece(batch.size, pieces)
         what = "batch" if batch.phase == "train" else f"{batch.phase} batch"
         how = "whole" if pieces == 1 else f"as {pieces} × {after}"
+        how += {
+            "shrink": ", in smaller pieces",
+            "grow": ", no longer cut" if pieces == 1 else ", in larger pieces",
+        }.get(kind, "")
         message = f"{what} {batch.size} now runs {how}: {_reason(kind, needed, free)}; "
         message += f"step {self.log.steps[batch.phase]}, nothing lost"
         self.log.note(
