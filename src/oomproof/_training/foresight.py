@@ -158,6 +158,9 @@ class Foresight:
             smaller = piece_sizes.smaller(measured.evidence, volume, free, training.allowance.headroom)
             if smaller is not None:
                 training.resize(batch, "shrink", smaller, needed=need, free=free)
+                if not strict:
+                    # It comes back only with clearly more room than it needs: what is free differs from step to step.
+                    measured.evidence = measured.evidence.with_failure(volume, need)
 
     def _start_within_budget(self, batch: Batch) -> None:
         """Measures a few small pieces and computes the rest, so that no step goes over the budget."""

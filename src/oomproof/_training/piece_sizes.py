@@ -17,8 +17,8 @@ HEADROOM = 0.93
 # A budget is a promise where a device limit is only a wall. On a CPU more is kept free below it: TensorFlow's threads
 # run the operations of a graph side by side and in different orders, and no allocator that is full makes them wait. Of
 # 12 random models, whole and in quarters, the largest of 12 equal steps took up to 1.18 times what the first took, most
-# of them up to 1.05 times (python benchmarks/peak_spread.py --seed 1 --count 12). A step in pieces was seen to take 1.18
-# times what was computed from smaller ones (unseen.py --seed 1 --only 9:0.5 --as-budget).
+# of them up to 1.05 times (python benchmarks/peak_spread.py --seed 1 --count 12). A step in pieces was seen to take
+# 1.18 times what was computed from smaller ones (unseen.py --seed 1 --only 9:0.5 --as-budget).
 CPU_BUDGET_HEADROOM = 0.8
 # Of a size that failed, the share that is tried next at most, after one failure, two, and more.
 _BELIEF = (0.9, 0.75, 0.5)
@@ -75,6 +75,10 @@ class Evidence:
         """
         return any(size <= s and took <= free for s, took in self.passes)
 
+    def forgiven(self, size: int) -> Evidence:
+        """Without failures at this size and below: it is to be tried once more."""
+        return dataclasses.replace(self, failures=tuple(f for f in self.failures if f.size > size))
+
     def failed_at(self, size: int) -> bool:
         """Whether this size failed, and no size has gone through yet."""
         return not self.needs and any(failure.size <= size for failure in self.failures)
@@ -95,8 +99,7 @@ class Evidence:
 
     def expecting(self, size: int, need: int) -> Evidence:
         """With what a plan says of a larger size, where what was measured only bounds it, and does not deny it."""
-        line = self._line()
-        if line is None or line[0] > 0.0 or size <= self.needs[-1][0] or need < self.needs[-1][1]:
+        if not self.needs or self._grown() or size <= self.needs[-1][0] or need < self.needs[-1][1]:
             return self
         return dataclasses.replace(self, needs=(self.needs[-1], (size, need)))
 
@@ -122,13 +125,18 @@ class Evidence:
         if not self.needs:
             return None
         size, need = self.needs[-1]
-        lower = [(s, n) for s, n in self.needs if s <= size / 2]
-        if lower:
-            smaller, less = lower[-1]
-            slope = (need - less) / (size - smaller)
-            if need > less * 1.1 and need - slope * size >= 0:
-                return need - slope * size, slope
+        slope = self._grown()
+        if slope is not None and need - slope * size >= 0:
+            return need - slope * size, slope
         return 0.0, max(need, 1) / size
+
+    def _grown(self) -> float | None:
+        """By how much a byte of data the need grew up to the largest size; `None` where that is not to be seen."""
+        size, need = self.needs[-1]
+        lower = [(s, n) for s, n in self.needs if s <= size / 2]
+        if not lower or need <= lower[-1][1] * 1.1:
+            return None
+        return (need - lower[-1][1]) / (size - lower[-1][0])
 
     def _below_failures(self, size: int, free: int) -> int:
         for failure in self.failures:

@@ -66,7 +66,9 @@ def _fits(training: Training, batch: Batch, size: int, free: int) -> bool | None
         if training.memory.shortage(error) is None:
             if training.settings.budget is not None:
                 raise  # Without measuring, no budget can be kept.
-            training.log.say(f"Measuring small batches failed; training goes on without it ({in_a_line(error)}).")
+            if not training.measuring_failed:
+                training.measuring_failed = True
+                training.log.say(f"Measuring small batches failed; training goes on without it ({in_a_line(error)}).")
             return None
         ran = False
     if ran:

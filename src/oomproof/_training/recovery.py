@@ -63,9 +63,11 @@ def _smaller(
     evidence = training.measured[batch.phase].evidence
     if evidence.failed_at(batch.unit) and _is_mostly_free(training, batch, free):
         # A search for kernels may have run out, or the failed step was not gone yet.
-        training.measured[batch.phase].retried.add(batch.unit)
+        measured = training.measured[batch.phase]
+        measured.retried.add(batch.unit)
+        measured.evidence = measured.evidence.forgiven(batch.unit)
         probe(training, batch, volume)
-        evidence = training.measured[batch.phase].evidence
+        evidence = measured.evidence
     if evidence.failed_at(batch.unit):
         # Not even one sample went through, so halving down to it would only cost waits.
         training.give_up(batch, batch.size, shortage, free, seconds)
@@ -78,7 +80,7 @@ def _once_more(training: Training, batch: Batch, volume: int, free: int | None, 
     Memory in pieces that are too small, or kernels that are looked for in a first run. Once for each size.
     """
     measured = training.measured[batch.phase]
-    need = measured.evidence.predict(volume, bound=False)
+    need = measured.evidence.predict(volume)
     if free is None or need is None or need > _WITH_EASE * free or volume in measured.retried:
         return False
     measured.retried.add(volume)

@@ -74,6 +74,7 @@ class Training:
         allowance: The memory there is for it.
         current: The plan in force.
         measured: What was measured, by phase.
+        measuring_failed: Whether small batches could not be run, for a reason other than memory. That is told once.
         last_error: The framework's own error behind the last one that was raised.
     """
 
@@ -85,6 +86,7 @@ class Training:
         self.allowance = Allowance(memory, settings.budget)
         self.current = CurrentPlan(settings)
         self.measured: dict[Phase, Measured] = {"train": Measured(), "test": Measured(), "predict": Measured()}
+        self.measuring_failed = False
         self.last_error: Exception | None = None
 
     def batch(self, phase: Phase, data: Any, spec: Any) -> Batch:
