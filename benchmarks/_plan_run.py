@@ -47,13 +47,18 @@ def gpu_bytes() -> int:
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]) * _MIB
 
 
-def trained(name: str, make: Callable[[], Any], limit: int, device: str, jit: str, folder: str) -> dict[str, Any]:
-    """What became of it. Without a limit (0), the weights it ends with are left in the folder for the others."""
+def trained(
+    name: str, make: Callable[[], Any], limit: int, device: str, jit: str, folder: str, budget: int = 0
+) -> dict[str, Any]:
+    """What became of it. Without a limit (0), the weights it ends with are left in the folder for the others.
+
+    A `budget` takes the place of the limit, which then is not real.
+    """
     import keras
 
     from oomproof import _backends as backends
 
-    if device == "gpu" and limit:
+    if device == "gpu" and limit and not budget:
         cap(keras.backend.backend(), limit)
     keras.utils.set_random_seed(1)
     case = make()
@@ -61,7 +66,7 @@ def trained(name: str, make: Callable[[], Any], limit: int, device: str, jit: st
         case.model.compile(case.model.optimizer, case.model.loss, jit_compile=jit == "on")
     path = pathlib.Path(folder) / f"{name}.npz"
     memory = backends.current().memory()
-    return _limited(case, memory, path) if limit else _unlimited(case, memory, path)
+    return _limited(case, memory, path, budget or None) if limit else _unlimited(case, memory, path)
 
 
 def cap(backend: str, limit: int) -> None:
@@ -108,9 +113,9 @@ def _unlimited(case: Any, memory: Any, path: pathlib.Path) -> dict[str, Any]:
 
     import oomproof
 
-    began, first = time.perf_counter(), _first_step(memory)
+    began, first, last = time.perf_counter(), _first_step(memory), _last_step()
     memory.reset_peak()
-    options: dict[str, Any] = {"epochs": 1, "shuffle": False, "verbose": 0, "callbacks": [first]}
+    options: dict[str, Any] = {"epochs": 1, "shuffle": False, "verbose": 0, "callbacks": [first, last]}
     before = case.model.get_weights() if case.model.built else []
     if keras.backend.backend() == "jax":
         # JAX cannot forget a peak, and finding the quickest kernels takes memory too: what XLA says counts.
@@ -130,7 +135,7 @@ def _unlimited(case: Any, memory: Any, path: pathlib.Path) -> dict[str, Any]:
         memory.reset_peak()
         case.model.fit(_batches(case, batch=1), epochs=1, verbose=0)
         found["floor"] = max(found["floor"], memory.usage().peak)
-    return found | {"seconds": time.perf_counter() - began}
+    return found | {"seconds": time.perf_counter() - began, "step_seconds": last.seconds}
 
 
 def _first_step(memory: Any) -> Any:
@@ -147,6 +152,24 @@ def _first_step(memory: Any) -> Any:
                 memory.reset_peak()
 
     return FirstStep()
+
+
+def _last_step() -> Any:
+    """A callback that keeps how long the last step took."""
+    import keras
+
+    class LastStep(keras.callbacks.Callback):  # type: ignore[misc]
+        seconds = 0.0
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self._began = time.perf_counter()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if logs:
+                float(logs["loss"])
+            self.seconds = time.perf_counter() - self._began
+
+    return LastStep()
 
 
 def _floor(model: Any) -> int:
@@ -210,14 +233,16 @@ class Watch:
         logging.getLogger("oomproof").addFilter(listening)
 
 
-def _limited(case: Any, memory: Any, path: pathlib.Path) -> dict[str, Any]:
+def _limited(case: Any, memory: Any, path: pathlib.Path, budget: int | None) -> dict[str, Any]:
     import oomproof
 
-    began, watch = time.perf_counter(), Watch()
+    began, watch, last = time.perf_counter(), Watch(), _last_step()
     watch.count(type(memory))
     watch.heed()
     try:
-        run = oomproof.fit(case.model, _batches(case), epochs=1, shuffle=False, verbose=0).run
+        run = oomproof.fit(
+            case.model, _batches(case), epochs=1, shuffle=False, verbose=0, budget=budget, callbacks=[last]
+        ).run
     except oomproof.CannotFitError as error:
         return {"cannot_fit": str(error), "failures": watch.failures, "floor": _floor(case.model)}
     except oomproof.RecoveryFailedError as error:
@@ -230,7 +255,8 @@ def _limited(case: Any, memory: Any, path: pathlib.Path) -> dict[str, Any]:
             "said_that_it_will_not_fit": watch.hopeless,
             "shortages": watch.texts,
         }
-    return _outcome(case, run, watch, path) | {"seconds": time.perf_counter() - began}
+    times = {"seconds": time.perf_counter() - began, "step_seconds": last.seconds, "budget": budget}
+    return _outcome(case, run, watch, path) | times
 
 
 def _outcome(case: Any, run: Any, watch: Watch, path: pathlib.Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     python benchmarks/unseen.py --seed 1 --count 20                             # TensorFlow's allocator on the CPU
     KERAS_BACKEND=torch python benchmarks/unseen.py --device gpu --seed 1 --count 20
     python benchmarks/unseen.py --seed 1 --only 3:0.25,7:0.5                    # to look into some; writes no result
+    python benchmarks/unseen.py --seed 1 --only 3:0.25 --as-budget              # the same bytes as a `budget`
 
 A seed counts the first time it is run; one that was looked at is material to tune on. Results go to
 `results/unseen-DEVICE-BACKEND.json`, the newest seed last, so that the order in which they were run stays.
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--only", help="number:share,…: look into these; nothing is written")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--jit", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--as-budget", action="store_true", help="give the bytes as a budget; the allocator has more")
     parser.add_argument("--patience", type=int, default=600, help="seconds that a process may take")
     parser.add_argument("--total-s", type=float, default=1e9, help="no process is begun after this")
     parser.add_argument("--out", type=pathlib.Path, help="append each answer to this file as it comes")
@@ -86,9 +88,12 @@ class Runs:
         asked = {"seed": options.seed, "number": number, "share": share, "limit": limit or None, "floor": floor}
         if time.monotonic() > self._end:
             return asked | {"not_run": "no time was left"}
-        arguments = [__file__, "--child", *map(str, (options.seed, number, limit, options.device, options.jit, folder))]
+        budget = limit if options.as_budget else 0
+        asked_for = options.seed, number, limit, budget, options.device, options.jit, folder
+        arguments = [__file__, "--child", *map(str, asked_for)]
         began = time.monotonic()
-        answer = asked_of_child(arguments, self._backend, options.device, limit, folder, options.patience)
+        real = 0 if budget else limit
+        answer = asked_of_child(arguments, self._backend, options.device, real, folder, options.patience)
         run = asked | answer | {"process_seconds": round(time.monotonic() - began, 1)}
         if options.out:
             with options.out.open("a") as file:
@@ -102,7 +107,8 @@ def _line(run: Run) -> str:
     if run["share"] is None:
         return f"{name} plain  {(run.get('peak') or 0) / 2**20:8.0f} MiB  {run.get('error', '')}"
     how = run.get("last_event") or run.get("error") or run.get("gave_up") or ""
-    return f"{name} {run['share']:<5} {outcome(run):<12} fill {_fill(run) or 0:.2f}  {run['process_seconds']} s  {how}"
+    seconds = f"{run['process_seconds']} s, last step {run.get('step_seconds', 0):.2f} s"
+    return f"{name} {run['share']:<5} {outcome(run):<12} fill {_fill(run) or 0:.2f}  {seconds}  {how}"
 
 
 def outcome(run: Run) -> str:
@@ -115,6 +121,8 @@ def outcome(run: Run) -> str:
         return "crashed"
     if not run.get("finished"):
         return "gave up"
+    if run.get("budget") and (run["peak"] or 0) > run["budget"]:
+        return "exceeded"
     return "failures" if run["failures"] or run["refused_before_they_ran"] else "held"
 
 
@@ -136,15 +144,16 @@ def summed_up(runs: list[Run]) -> dict[str, Any]:
     groups["75 to 25 %"] = [run for run in cells if run["share"] >= 0.25]
     for name, group in groups.items():
         counts = Counter(map(outcome, group))
-        feasible = sum(counts[word] for word in ("held", "failures", "gave up", "crashed"))
+        feasible = sum(counts[word] for word in ("held", "failures", "exceeded", "gave up", "crashed"))
+        finished = feasible - counts["gave up"] - counts["crashed"]
         fills = [fill for run in group if run.get("finished") and (fill := _fill(run)) is not None]
         found[name] = {
             "feasible": feasible,
-            **{word.replace(" ", "_"): counts[word] for word in ("held", "failures", "gave up", "crashed")},
+            **{word.replace(" ", "_"): counts[word] for word in ("held", "failures", "exceeded", "gave up", "crashed")},
             "infeasible": counts["infeasible"],
             "not_run": counts["not run"],
             "share_held": round(counts["held"] / feasible, 3) if feasible else None,
-            "share_finished": round((counts["held"] + counts["failures"]) / feasible, 3) if feasible else None,
+            "share_finished": round(finished / feasible, 3) if feasible else None,
             "median_peak_over_limit": round(statistics.median(fills), 3) if fills else None,
         }
     return found
@@ -155,6 +164,7 @@ def _write(options: Any, runs: list[Run]) -> None:
 
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
     name = f"unseen-{options.device}-{backend}" + ("" if options.jit == "auto" else f"-jit-{options.jit}")
+    name += "-budget" if options.as_budget else ""
     path = RESULTS / f"{name}.json"
     before = json.loads(path.read_text())["seeds"] if path.exists() else []
     machine = json.loads(options.machine.read_text())["environment"] if options.machine else environment()
@@ -173,14 +183,14 @@ if __name__ == "__main__":
         from _grammar import case, described
         from _plan_run import trained
 
-        seed, number, limit, device, jit, folder = sys.argv[2:]
+        seed, number, limit, budget, device, jit, folder = sys.argv[2:]
         made: list[Any] = []
 
         def make() -> Any:
             made.append(case(int(seed), int(number), device))
             return made[0]
 
-        answer = trained(f"{seed}-{number}", make, int(limit), device, jit, folder)
+        answer = trained(f"{seed}-{number}", make, int(limit), device, jit, folder, budget=int(budget))
         print(json.dumps({"model": made[0].model.name, **described(made[0]), **answer}))
     else:
         main()

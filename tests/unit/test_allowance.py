@@ -19,11 +19,16 @@ class CountingMemory(FakeMemory):
         self.released += 1
 
 
-def test_a_budget_is_the_limit_and_leaves_more_free():
-    plain, budgeted = Allowance(FakeMemory(1000, 100), None), Allowance(FakeMemory(1000, 100), 600)
+def test_a_budget_is_the_limit_and_leaves_more_free_on_a_cpu():
+    class Cpu(FakeMemory):
+        def describe(self):
+            return dataclasses.replace(super().describe(), name="CPU:0")
+
+    plain, budgeted = Allowance(Cpu(1000, 100), None), Allowance(Cpu(1000, 100), 600)
     assert (plain.limit, plain.free(), plain.taken()) == (1000, 900, 100)
     assert (budgeted.limit, budgeted.free(), budgeted.taken()) == (600, 500, 100)
     assert budgeted.headroom < plain.headroom < 1
+    assert Allowance(FakeMemory(1000, 100), 600).headroom == plain.headroom
 
 
 def test_more_in_use_than_the_budget_leaves_nothing():

@@ -254,3 +254,26 @@ def test_what_a_given_plan_changes_about_the_model_is_in_the_plan_of_the_run():
     assert driver.plan.precision == "mixed_bfloat16"
     assert driver.plan.caveats == given.caveats
     assert driver.plan.predicted is None
+
+
+@pytest.mark.parametrize("recompute", [(), ("a", "b")])
+def test_a_plan_within_a_budget_is_followed_as_it_is(recompute):
+    """Most of what a sample takes is fixed: by one sample alone, nothing larger would be tried."""
+    slope = 4 if not recompute else 8
+    plan = dataclasses.replace(planned(micro_batch_size=128, recompute=recompute), predicted=300 + 128 * 4)
+    driver = driver_with(Proposals(plan), 10_000, settings=Settings(budget=900), slope=slope, fixed=300)
+    driver.run("train", BATCH)
+    assert [pieces for *_, pieces in driver.step.done] == [2]
+    assert driver.step.recompute == recompute
+    assert 0.85 * 900 < driver.memory.peak <= 900
+
+
+def test_a_plan_that_a_budget_does_not_hold_is_made_again_before_it_runs():
+    first = dataclasses.replace(planned(micro_batch_size=128), predicted=700)
+    second = dataclasses.replace(planned(micro_batch_size=128, recompute=("a", "b")), predicted=700)
+    proposals = Proposals(first, second)
+    driver = driver_with(proposals, 10_000, settings=Settings(budget=900), slope=12)
+    driver.run("train", BATCH)
+    assert driver.step.recompute == ("a", "b")
+    assert [pieces for *_, pieces in driver.step.done] == [2]
+    assert driver.memory.peak <= 900

@@ -7,13 +7,14 @@ import threading
 
 import pytest
 
-from oomproof._backends.fake import FakeMemory, FakeStep
+from oomproof._backends.fake import FakeMemory, FakeShortageError, FakeStep
 from oomproof._machine import host
 from oomproof._planning import plan_cache
 from oomproof._records.plan import Plan
 from oomproof._training.driver import Driver
 from oomproof._training.helpers import in_a_line, optional
 from oomproof._training.settings import Settings
+from oomproof.errors import CannotFitError, InexactWarning, RecoveryFailedError
 
 BATCH = list(range(256))
 
@@ -188,3 +189,65 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
     plan_cache.write(tmp_path / "one.json", {"a": 1})
     assert list(tmp_path.iterdir()) == []
+
+
+class Lazy(FakeStep):
+    """A step whose segments turn out to be beyond the framework when they are first run."""
+
+    def _gradients(self, samples):
+        if self.recompute:
+            raise NotImplementedError("no gradient for this segment")
+        super()._gradients(samples)
+
+
+def test_a_plan_that_fails_when_it_is_first_run_is_dropped(caplog):
+    plan = Plan(recompute=("a",), micro_batch_size=64)
+    driver = driver_on(10_000, Settings(propose=lambda *_: plan), step=Lazy, slope=10)
+    with pytest.warns(InexactWarning, match="the proof could not run"):
+        driver.run("train", BATCH)
+    assert [samples for _, samples, _ in driver.step.done] == [BATCH]
+    assert driver.plan.recompute == ()
+    (line,) = warned(caplog)
+    assert "Recomputing parts of the model failed" in line
+    assert "no gradient for this segment" in line
+
+
+def test_and_an_error_of_the_user_still_is_one(caplog):
+    driver = driver_on(10_000, Settings(propose=lambda *_: Plan(recompute=("a",))), slope=10)
+    error = ZeroDivisionError("the user's")
+    driver.step.train = lambda *_: (_ for _ in ()).throw(error)
+    with pytest.raises(ZeroDivisionError) as caught:
+        driver.run("train", BATCH)
+    assert caught.value is error
+
+
+def test_measuring_that_fails_is_told_once(caplog):
+    driver = driver_on(1000, slope=10)
+    driver.step.probe = unprobed
+    for _ in range(3):
+        driver.run("train", BATCH)
+    assert sum("Measuring small batches failed" in line for line in warned(caplog)) == 1
+
+
+def test_an_error_is_raised_though_it_cannot_be_explained(monkeypatch, caplog):
+    monkeypatch.setattr("oomproof._training.messages.explain", lambda *_: {}["no such pattern"])
+    driver = driver_on(100, fixed=150)
+    with pytest.raises(RecoveryFailedError, match="does not fit") as caught:
+        driver.run("train", BATCH)
+    assert caught.value.diagnosis is None
+    assert len(warned(caplog)) == 1
+
+
+def test_a_shortage_behind_an_error_of_keras_is_told_with_numbers():
+    driver = driver_on(100)
+
+    def unbuilt(*_):
+        try:
+            driver.memory.take(200, "step")
+        except FakeShortageError:
+            raise RuntimeError("Unable to automatically build the model.")  # noqa: B904 (as Keras does)
+
+    driver.step.prepare = unbuilt
+    with pytest.raises(CannotFitError, match="Resident so far: weights") as caught:
+        driver.run("train", BATCH)
+    assert isinstance(caught.value.__cause__, FakeShortageError)

@@ -27,7 +27,9 @@ class Allowance:
             raise messages.budget_cannot_be_held(budget, self.device, memory.advice)
         self.limit = self.device.limit if budget is None else budget
         self.measurable = self.device.measurable and self.limit is not None
-        self.headroom = piece_sizes.HEADROOM if budget is None else piece_sizes.BUDGET_HEADROOM
+        on_cpu = self.device.name.upper().startswith("CPU")
+        promised = budget is not None and on_cpu
+        self.headroom = piece_sizes.CPU_BUDGET_HEADROOM if promised else piece_sizes.HEADROOM
         self._resting = 0
 
     def free(self) -> int:

@@ -5,6 +5,7 @@ Framework-free: it knows a backend's step and device memory only through their p
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import warnings
 from collections import Counter
@@ -17,6 +18,7 @@ from oomproof._records.run import Phase, Run
 from oomproof._training import messages
 from oomproof._training.current_plan import Way
 from oomproof._training.foresight import Foresight
+from oomproof._training.helpers import optional
 from oomproof._training.probing import measure
 from oomproof._training.proving import Proving
 from oomproof._training.recovery import recover
@@ -134,7 +136,7 @@ class Driver:
         try:
             self.step.prepare(data, phase)
         except Exception as error:
-            shortage = self.memory.shortage(error)
+            shortage = self._shortage_behind(error)
             if shortage is None:
                 raise
         if shortage is not None:
@@ -143,6 +145,17 @@ class Driver:
                 self.training.allowance.device, self.step.resident(), shortage.text
             ) from shortage.error
         self._prepared.add(phase)
+
+    def _shortage_behind(self, error: BaseException | None) -> Shortage | None:
+        """What ran out. Keras tells a shortage while it builds a model as an error of its own."""
+        seen: list[BaseException] = []
+        while error is not None and error not in seen:
+            shortage = self.memory.shortage(error)
+            if shortage is not None:
+                return shortage
+            seen.append(error)
+            error = error.__cause__ or error.__context__
+        return None
 
     def _attempt(self, batch: Batch, pieces: int) -> tuple[Any, Shortage | None]:
         training, volume = self.training, batch.volume(pieces)
@@ -156,13 +169,27 @@ class Driver:
             result = self._step(batch, pieces)
         except Exception as error:
             shortage = self.memory.shortage(error)
-            if shortage is None:
+            if shortage is None and not self._blames_the_plan(batch, error):
                 raise
-            return None, shortage
+            failed = True
+        else:
+            failed = False
+        if failed:
+            return (None, shortage) if shortage is not None else self._attempt(batch, pieces)
         if measured:
-            peak = measure(training, batch, volume, before)
+            peak = measure(training, batch, volume, before, went_through=True)
             self._watch_for_stalls(batch, pieces, peak, time.perf_counter() - began)
         return result, None
+
+    def _blames_the_plan(self, batch: Batch, error: Exception) -> bool:
+        """Whether a step that never ran is tried without what a plan of ours has it recompute: that may be at fault."""
+        current, planned = self.training.current, self._settings.start is None
+        if batch.phase != "train" or not planned or not current.recompute or self.log.steps["train"]:
+            return False
+        with optional("Recomputing parts of the model"):
+            self.training.follow(dataclasses.replace(current.record(), recompute=()), batch)
+            raise error
+        return not current.recompute
 
     def _step(self, batch: Batch, pieces: int) -> Any:
         if batch.phase == "train":

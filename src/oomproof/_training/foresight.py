@@ -6,6 +6,7 @@ from oomproof._backends.pieces import largest_piece
 from oomproof._records.plan import Plan
 from oomproof._training import messages, piece_sizes
 from oomproof._training.helpers import optional
+from oomproof._training.piece_sizes import Evidence
 from oomproof._training.probing import probe
 from oomproof._training.training import Batch, Training
 
@@ -16,6 +17,14 @@ _CAUTION = 1.2
 # more than the second of what is free.
 _TIGHT = 0.8
 _TIGHT_AT_LAST = 0.98
+# So often pieces may be made larger and then have to be made smaller again, before they stay small.
+_REGRETS = 1
+# After so many changes past the first epoch, too: sizes settle.
+_CHANGES = 2
+# By how much more than a plan says a size is taken to need that could not be measured.
+_DOUBT = 1.1
+# A plan within a budget that is not kept by small pieces is made again with so much caution at most.
+_MOST_CAUTION = 2.0
 
 
 class Foresight:
@@ -25,6 +34,8 @@ class Foresight:
         self._training = training
         # How often a plan was asked for. It is made before the first step, and again when it was not kept.
         self._plans = 0
+        # The size of the pieces of the last plan, and what it says that they need.
+        self._expected: tuple[int, int] | None = None
 
     def before(self, batch: Batch) -> None:
         training = self._training
@@ -47,6 +58,9 @@ class Foresight:
 
     def _plan_first(self, batch: Batch) -> None:
         training = self._training
+        if training.settings.start is None and self._size_is_given(batch):
+            # It is tried as it was said. A plan is made when that fails.
+            return
         plan = self._plan(batch)
         if plan is None or plan is training.settings.start:
             return
@@ -54,6 +68,12 @@ class Foresight:
         training.current.may_grow.discard("train")
         training.note_plan(batch, "plan", plan, batch.size, training.allowance.free())
         self._try_small(batch, plan)
+
+    def _size_is_given(self, batch: Batch) -> bool:
+        """Whether the user chose how this batch is cut, and no budget is in the way of that."""
+        settings = self._training.settings
+        given = batch.phase == "train" and settings.budget is None and settings.micro_batch_size is not None
+        return given and (settings.micro_batch_size or 0) < batch.size
 
     def _plan(self, batch: Batch, caution: float = 1.0) -> Plan | None:
         """Looks for a way to run this batch before it is run, and takes it; `None` where that changes nothing."""
@@ -67,7 +87,11 @@ class Foresight:
         room = training.allowance.free() + sum(training.held(batch))
         with optional("Planning"):
             plan = propose(batch.data, training.allowance.device, room, caution)
-            return plan if plan is not None and training.follow(plan, batch) else None
+            if plan is None or not training.follow(plan, batch):
+                return None
+            if plan.predicted is not None:
+                self._expected = batch.volume(training.pieces(batch)), plan.predicted - sum(training.held(batch))
+            return plan
         self._plans = _REPLANS + 1  # What failed once is not asked again.
         return None
 
@@ -107,10 +131,11 @@ class Foresight:
 
     def _grow(self, batch: Batch) -> None:
         training = self._training
-        volume = training.current.volumes.get(batch.phase)
-        if volume is None or volume >= batch.bytes:
+        volume, measured = training.current.volumes.get(batch.phase), training.measured[batch.phase]
+        settled = measured.regrets >= _REGRETS or measured.changes >= _CHANGES
+        if volume is None or volume >= batch.bytes or settled:
             return
-        evidence, free = training.measured[batch.phase].evidence, training.allowance.free()
+        evidence, free = measured.evidence, training.allowance.free()
         larger = piece_sizes.larger(evidence, volume, free, batch.bytes, training.allowance.headroom)
         if larger is not None:
             training.resize(batch, "grow", larger, free=free)
@@ -121,14 +146,21 @@ class Foresight:
         # A mere bound will do for a budget. Without one, cutting a batch that would have fit is the greater harm.
         strict = training.settings.budget is not None
         need, free = measured.evidence.predict(volume, bound=strict), training.allowance.free()
+        if not strict and measured.evidence.passed(volume, free):
+            return
+        if self._size_is_given(batch) and not measured.evidence.measured(volume):
+            return
         # Without a budget a few percent are risked: a needless split costs time in every step, a failure once.
         if need is None or need <= free * (1.0 if strict else 1.05) or volume <= batch.unit:
             return
         if training.step.splittable(batch.data) and (strict or not training.step.caveats()):
-            probe(training, batch, volume)
+            probe(training, batch, volume, self._expected if batch.phase == "train" else None)
             smaller = piece_sizes.smaller(measured.evidence, volume, free, training.allowance.headroom)
             if smaller is not None:
                 training.resize(batch, "shrink", smaller, needed=need, free=free)
+                if not strict:
+                    # It comes back only with clearly more room than it needs: what is free differs from step to step.
+                    measured.evidence = measured.evidence.with_failure(volume, need)
 
     def _start_within_budget(self, batch: Batch) -> None:
         """Measures a few small pieces and computes the rest, so that no step goes over the budget."""
@@ -139,16 +171,37 @@ class Foresight:
             raise messages.budget_below_resident(budget, resident)
         if not training.step.splittable(batch.data):
             return
-        probe(training, batch, batch.bytes)
-        evidence, free = training.measured[batch.phase].evidence, allowance.free()
-        volume = evidence.largest(free, batch.bytes, allowance.headroom)
-        if volume is None or volume < batch.unit:
-            need, taken = evidence.predict(batch.unit) or 0, allowance.taken()
-            enough = (need / allowance.headroom + taken) * 1.05
-            raise messages.one_sample_over_budget(budget, need, taken, resident, enough)
-        if volume < batch.volume(training.pieces(batch)):
-            training.resize(batch, "plan", volume, needed=evidence.predict(batch.bytes), free=free)
+        volume, need, free = self._fitting(batch)
+        planned = batch.volume(training.pieces(batch))
+        if volume < planned and self._expected is not None and batch.phase == "train":
+            caution = max((need or 0) / (free * allowance.headroom), 1.0) if free else 1.0
+            if (plan := self._plan(batch, caution=min(caution, _MOST_CAUTION))) is not None:
+                training.note_plan(batch, "plan", plan, planned // batch.unit, free)
+                volume, need, free = self._fitting(batch)
+                planned = batch.volume(training.pieces(batch))
+        if volume < batch.unit:
+            # What runs for the first time takes more at times: nobody is refused on one measurement.
+            training.measured[batch.phase].evidence = Evidence()
+            volume, need, free = self._fitting(batch)
+        if volume < batch.unit:
+            taken = allowance.taken()
+            one = training.measured[batch.phase].evidence.predict(batch.unit) or 0
+            enough = (one / allowance.headroom + taken) * 1.05
+            raise messages.one_sample_over_budget(budget, one, taken, resident, enough)
+        if volume < planned:
+            training.resize(batch, "plan", volume, needed=need, free=free)
         # The update makes new values of weights and optimizer beside the old ones, from gradients.
         update = resident["weights"] + resident["optimizer"] + 2 * resident["gradients"]
         if batch.phase == "train" and not training.current.lean and update > free * allowance.headroom:
             training.go_lean(batch, "plan", free, 0.0)
+
+    def _fitting(self, batch: Batch) -> tuple[int, int | None, int]:
+        """The most that fits of what is planned, by a few small pieces; what all of it needs; what is free."""
+        training, allowance, measured = self._training, self._training.allowance, self._training.measured[batch.phase]
+        planned = batch.volume(training.pieces(batch))
+        expected = self._expected if batch.phase == "train" else None
+        probe(training, batch, max(planned, 2 * batch.unit), expected)
+        evidence, free = measured.evidence, allowance.free()
+        if expected is not None and evidence.needs:
+            evidence = evidence.expecting(expected[0], int(expected[1] * _DOUBT))
+        return evidence.largest(free, planned, allowance.headroom) or 0, evidence.predict(planned), free

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from oomproof._backends.base import Shortage
 from oomproof._explain.api import explain
-from oomproof._records.diagnosis import short_of
+from oomproof._records.diagnosis import Diagnosis, short_of
 from oomproof._records.run import Device
 from oomproof._records.units import format_bytes
+from oomproof._training.helpers import optional
 from oomproof.errors import BackendError, CannotFitError, RecoveryFailedError
 
 
 def _listed(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+
+
+def _explained(error: Any) -> Diagnosis | None:
+    """An error is raised whether or not it can be explained."""
+    with optional("Explaining the error"):
+        return explain(error)
+    return None
 
 
 def budget_cannot_be_held(budget: int, device: Device, advice: str) -> BackendError:
@@ -28,7 +37,7 @@ def model_does_not_fit(device: Device, resident: Mapping[str, int], said: str) -
         f"The model and its optimizer do not fit on {device}, before any data. Resident so far: {_listed(resident)}. "
         "Use a smaller model, an optimizer with less state (SGD, Adafactor), or a device with more memory. "
         f"The framework said: {said}",
-        diagnosis=explain([said]),
+        diagnosis=_explained([said]),
     )
 
 
@@ -92,7 +101,7 @@ def gradient_does_not_fit(device: Device, shortage: Shortage) -> RecoveryFailedE
     return RecoveryFailedError(
         f"The gradient of one sample does not fit on {device}. Nothing was written. Make the inputs or the model "
         f"smaller, or use a device with more memory. The framework said: {shortage.text}",
-        diagnosis=explain(shortage.error),
+        diagnosis=_explained(shortage.error),
     )
 
 
@@ -112,5 +121,5 @@ def gave_up(
         "The model and its optimizer are as they were before this batch and can be saved. "
         "Make inputs or layers smaller, use an optimizer with less state, or a device with more memory. "
         f"The framework said: {said}",
-        diagnosis=explain([said]),
+        diagnosis=_explained([said]),
     )

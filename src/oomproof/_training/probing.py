@@ -13,10 +13,19 @@ _PROBES = 8
 _COMPILED_PROBES = 3
 # How many of them may fail: each is a wait on TensorFlow.
 _FAILURES = 2
+# A peak above this share of the limit says how much there was, and not how much was needed.
+_ALL = 0.99
 
 
-def probe(training: Training, batch: Batch, below: int) -> None:
-    """Measures a step at a few sizes below one that is too large, unless that was done already."""
+def probe(training: Training, batch: Batch, below: int, expected: tuple[int, int] | None = None) -> None:
+    """Measures a step at a few sizes below one that is too large, unless that was done already.
+
+    Args:
+        training: What is trained.
+        batch: Where samples are taken from.
+        below: Volumes of at most half of this are run.
+        expected: A volume, and what a plan says that it needs.
+    """
     step, allowance, measured = training.step, training.allowance, training.measured[batch.phase]
     if measured.evidence.upto(below // 2).needs:
         return
@@ -29,7 +38,14 @@ def probe(training: Training, batch: Batch, below: int) -> None:
     for _ in range(_COMPILED_PROBES if compiled else _PROBES):
         free = allowance.free()
         size = piece_sizes.next_probe(
-            measured.evidence.upto(below // 2), free, below, batch.unit, allowance.headroom, fixed=fixed, bold=bold
+            measured.evidence.upto(below // 2),
+            free,
+            below,
+            batch.unit,
+            allowance.headroom,
+            fixed=fixed,
+            bold=bold,
+            expected=expected,
         )
         if size is None:
             return
@@ -54,7 +70,9 @@ def _fits(training: Training, batch: Batch, size: int, free: int) -> bool | None
         if training.memory.shortage(error) is None:
             if training.settings.budget is not None:
                 raise  # Without measuring, no budget can be kept.
-            training.log.say(f"Measuring small batches failed; training goes on without it ({in_a_line(error)}).")
+            if not training.measuring_failed:
+                training.measuring_failed = True
+                training.log.say(f"Measuring small batches failed; training goes on without it ({in_a_line(error)}).")
             return None
         ran = False
     if ran:
@@ -69,15 +87,22 @@ def _fits(training: Training, batch: Batch, size: int, free: int) -> bool | None
     return False
 
 
-def measure(training: Training, batch: Batch, volume: int, before: int) -> int:
+def measure(training: Training, batch: Batch, volume: int, before: int, went_through: bool = False) -> int:
     """What a step of so many bytes has taken beyond `before`, kept as evidence. Returns its peak.
 
     A first run that looks for kernels says nothing of what others need.
     """
-    peak, measured = training.allowance.peak(), training.measured[batch.phase]
+    peak, measured, limit = training.allowance.peak(), training.measured[batch.phase], training.allowance.limit
     training.log.saw_peak(peak)
     if training.step.searches_kernels and volume not in measured.searched:
         measured.searched.add(volume)
         return peak
-    measured.evidence = measured.evidence.with_need(volume, max(peak - before, 0))
+    need = max(peak - before, 0)
+    known = measured.evidence.predict(volume, bound=False)
+    if went_through and training.settings.budget is None:
+        measured.evidence = measured.evidence.with_pass(volume, need)
+        if limit is not None and peak > _ALL * limit and known is not None:
+            # It took all there was, and would have made do with less.
+            need = min(need, known)
+    measured.evidence = measured.evidence.with_need(volume, need)
     return peak

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from oomproof._backends.base import Shortage
 from oomproof._backends.pieces import largest_piece
+from oomproof._records.units import format_bytes
 from oomproof._training import piece_sizes
 from oomproof._training.foresight import Foresight
 from oomproof._training.probing import probe
 from oomproof._training.training import Batch, Training
+
+# A size that needs at most this share of what is free should not have failed.
+_WITH_EASE = 0.6
+# With more than this share of all memory free nobody gives up at the first try.
+_NEARLY_ALL = 0.8
 
 
 def recover(
@@ -35,6 +41,8 @@ def recover(
         training.note_plan(batch, "oom", plan, largest_piece(batch.size, pieces), free, seconds)
         return
     smaller = _smaller(training, batch, volume, shortage, free, seconds)
+    if _once_more(training, batch, volume, free, seconds):
+        return
     if smaller is not None:
         needed = _at_least(measured.evidence, volume, free)
         training.resize(batch, "oom", smaller, needed=needed, free=free, seconds=seconds)
@@ -53,16 +61,49 @@ def _smaller(
     if training.allowance.measurable:
         probe(training, batch, volume)
     evidence = training.measured[batch.phase].evidence
+    if evidence.failed_at(batch.unit) and _is_mostly_free(training, batch, free):
+        # A search for kernels may have run out, or the failed step was not gone yet.
+        measured = training.measured[batch.phase]
+        measured.retried.add(batch.unit)
+        measured.evidence = measured.evidence.forgiven(batch.unit)
+        probe(training, batch, volume)
+        evidence = measured.evidence
     if evidence.failed_at(batch.unit):
         # Not even one sample went through, so halving down to it would only cost waits.
         training.give_up(batch, batch.size, shortage, free, seconds)
     return piece_sizes.smaller(evidence, volume, free, training.allowance.headroom, least=batch.unit)
 
 
+def _once_more(training: Training, batch: Batch, volume: int, free: int | None, seconds: float) -> bool:
+    """Whether the same size is tried again: by what was measured it fits with ease, so what failed it may be over.
+
+    Memory in pieces that are too small, or kernels that are looked for in a first run. Once for each size.
+    """
+    measured = training.measured[batch.phase]
+    need = measured.evidence.predict(volume)
+    if free is None or need is None or need > _WITH_EASE * free or volume in measured.retried:
+        return False
+    measured.retried.add(volume)
+    size = volume // batch.unit
+    message = (
+        f"a piece of {size} of {batch.size} samples ran out of memory, though by what was measured it needs "
+        f"{format_bytes(need)}, and {format_bytes(free)} are free: trying it once more; nothing lost"
+    )
+    training.log.note(
+        "oom", batch.phase, batch.size, message, before=size, after=size, needed=need, free=free, seconds=seconds
+    )
+    return True
+
+
+def _is_mostly_free(training: Training, batch: Batch, free: int | None) -> bool:
+    """Whether one sample that failed is tried again: nobody gives up with nearly all memory free at the first try."""
+    limit, retried = training.allowance.limit, training.measured[batch.phase].retried
+    return free is not None and limit is not None and free > _NEARLY_ALL * limit and batch.unit not in retried
+
+
 def _may_be_the_update(training: Training, batch: Batch, volume: int) -> bool:
-    """XLA does not say which part of a program ran out."""
-    compiled, lean = training.step.equal_pieces_only(), training.current.lean
-    return batch.phase == "train" and not lean and volume <= batch.unit and compiled
+    """Not every framework says which part of a step ran out, and an update may take more than one sample does."""
+    return batch.phase == "train" and not training.current.lean and volume <= batch.unit
 
 
 def _at_least(evidence: piece_sizes.Evidence, volume: int, free: int | None) -> int | None:

@@ -42,13 +42,24 @@ class Batch:
 
 @dataclasses.dataclass
 class Measured:
-    """What was measured in one phase: bytes by volume, and the least seconds by pieces and volume.
+    """What was measured in one phase.
 
-    `searched` has the volumes whose first run is over, where that looks for kernels.
+    Attributes:
+        evidence: Bytes by volume.
+        quickest: The least seconds by pieces and volume.
+        grown: Whether pieces were made larger last, and not smaller.
+        changes: How often pieces got another size after the first epoch.
+        regrets: How often pieces that were made larger had to be made smaller again.
+        searched: Volumes whose first run is over, where that looks for kernels.
+        retried: Volumes that were tried once more after a failure that measurements do not explain.
     """
 
     evidence: Evidence = dataclasses.field(default_factory=Evidence)
+    grown: bool = False
+    changes: int = 0
+    regrets: int = 0
     searched: set[int] = dataclasses.field(default_factory=set)
+    retried: set[int] = dataclasses.field(default_factory=set)
     quickest: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
 
 
@@ -65,6 +76,7 @@ class Training:
         allowance: The memory there is for it.
         current: The plan in force.
         measured: What was measured, by phase.
+        measuring_failed: Whether small batches could not be run, for a reason other than memory. That is told once.
         last_error: The framework's own error behind the last one that was raised.
     """
 
@@ -76,6 +88,7 @@ class Training:
         self.allowance = Allowance(memory, settings.budget)
         self.current = CurrentPlan(settings)
         self.measured: dict[Phase, Measured] = {"train": Measured(), "test": Measured(), "predict": Measured()}
+        self.measuring_failed = False
         self.last_error: Exception | None = None
 
     def batch(self, phase: Phase, data: Any, spec: Any) -> Batch:
@@ -134,6 +147,10 @@ class Training:
     ) -> None:
         """Gives pieces another size."""
         before = largest_piece(batch.size, self.pieces(batch))
+        measured = self.measured[batch.phase]
+        measured.regrets += measured.grown and kind == "shrink"
+        measured.grown = kind == "grow"
+        measured.changes += bool(self.log.epoch)
         if kind != "grow":
             self.check_may_be_cut(batch)
         self.current.volumes[batch.phase] = volume
@@ -141,6 +158,10 @@ class Training:
         after = largest_piece(batch.size, pieces)
         what = "batch" if batch.phase == "train" else f"{batch.phase} batch"
         how = "whole" if pieces == 1 else f"as {pieces} × {after}"
+        how += {
+            "shrink": ", in smaller pieces",
+            "grow": ", no longer cut" if pieces == 1 else ", in larger pieces",
+        }.get(kind, "")
         message = f"{what} {batch.size} now runs {how}: {_reason(kind, needed, free)}; "
         message += f"step {self.log.steps[batch.phase]}, nothing lost"
         self.log.note(
