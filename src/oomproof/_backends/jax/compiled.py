@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -100,8 +101,22 @@ class Program:
             # With its results in the place of its arguments it might go through.
             lean = self.commits and needed - self._results + self._gradients <= free
             raise NotEnoughMemoryError(needed, free, "commit" if lean else where)
+        block = memory.largest_block()
+        if block is not None and self.temporary > block:
+            # It works in one block: what is free in several is of no use to it.
+            raise NotEnoughMemoryError(needed, block, where)
         self.roomy = needed + self._results <= free
         memory.ran(needed, memory.current())
+
+    @contextlib.contextmanager
+    def telling_its_needs(self, data: Any) -> Iterator[None]:
+        """What is raised inside says how much the program needs: the allocator names one block of it."""
+        try:
+            yield
+        except Exception as error:
+            if not self._eager:
+                error.needed = self.needs(data)  # type: ignore[attr-defined]
+            raise
 
     def __call__(self, *arguments: Any) -> Any:
         assert self.function is not None
