@@ -254,3 +254,26 @@ def test_what_a_given_plan_changes_about_the_model_is_in_the_plan_of_the_run():
     assert driver.plan.precision == "mixed_bfloat16"
     assert driver.plan.caveats == given.caveats
     assert driver.plan.predicted is None
+
+
+class TellingMemory(FakeMemory):
+    """Says what a step needed, as XLA does."""
+
+    def take(self, size, where):
+        self.asked = int(size)
+        super().take(size, where)
+
+    def shortage(self, error):
+        found = super().shortage(error)
+        return found and dataclasses.replace(found, needed=self.asked)
+
+
+def test_what_a_refused_program_needed_corrects_the_next_plan():
+    first = dataclasses.replace(planned(micro_batch_size=128), predicted=640)
+    proposals, memory = Proposals(first, planned(micro_batch_size=32)), TellingMemory(700)
+    driver = Driver(RecomputingStep(memory, slope=7), memory, Settings(propose=proposals))
+    driver.begin()
+    driver.run("train", BATCH)
+    assert [asked[3] for asked in proposals.asked] == [1.0, round(1.02 * 7 * 128 / 640, 3)]
+    assert driver.plan.micro_batch_size == 32
+    assert [kind for kind, _, _ in events(driver)] == ["plan", "oom"]

@@ -159,7 +159,11 @@ class Planner:
         try:
             return self._proposed(data, device, limit, caution)
         except CannotFitError as error:
-            logger.warning(f"oomproof: Predicted not to fit; trying anyway. {error}")
+            # After a failure, what fails next is told by the driver.
+            logger.log(
+                logging.WARNING if caution <= 1 else logging.DEBUG,
+                f"oomproof: Predicted not to fit; trying anyway. {error}",
+            )
         except Exception as error:
             if not self._failed:
                 self._failed = True
@@ -195,6 +199,8 @@ class Planner:
         try:
             found = self.make(workload, limit, caution)
         except CannotFitError:
+            if caution > 1:
+                raise  # It did fail, so the estimate was not too high.
             return self.make(workload, limit, _HOPEFUL)
         # What was looked at was seen to fit, or not to.
         if found.caveats and not self._is_tried(workload):
