@@ -245,6 +245,20 @@ def test_xla_is_told_of_the_room_there_is_where_that_is_less_than_it_thinks():
     assert limited_to(Room(1300, 150), given, made) == {}
 
 
+def test_programs_that_read_the_host_are_not_scheduled_for_speed():
+    import jax
+
+    from oomproof._backends.jax.compiled import scheduled_for
+    from oomproof._backends.jax.host_batches import placed
+
+    batch = np.ones((4, 8), "float32"), np.zeros(4, "int32")
+    assert scheduled_for(([jax.numpy.ones(3)], placed(batch, from_host=False))) == {}
+    options = scheduled_for(([jax.numpy.ones(3)], placed(batch, from_host=True)))
+    assert options == {"xla_disable_hlo_passes": "latency-hiding-scheduler"}
+    # A name that XLA takes.
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
+
+
 def memory_with(monkeypatch, **stats):
     """The memory of a GPU whose allocator says so."""
     from oomproof._backends.jax import device
