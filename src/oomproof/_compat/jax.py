@@ -79,6 +79,9 @@ def on_host() -> Iterator[None]:
         yield
 
 
-def _without_cudnn(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Even where a layer asks for it by name.
-    return original(*args, **{**kwargs, "flash_attention": False})
+def _without_cudnn(original: Callable[..., Any], query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    # Even where a layer asks for it by name. XLA has no attention in half precision for CPUs either.
+    dtype = query.dtype
+    if dtype.itemsize < 4:
+        query, key, value = (array.astype("float32") for array in (query, key, value))
+    return original(query, key, value, *args, **{**kwargs, "flash_attention": False}).astype(dtype)

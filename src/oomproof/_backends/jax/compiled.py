@@ -14,8 +14,8 @@ from oomproof._backends.jax.host_batches import is_on_host
 
 # On CPUs XLA takes out what keeps it from merging a computation with the one that repeats it in the backward pass.
 _BARRIERS_STAY: dict[str, Any] = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-# Where anything comes from the host while a program runs, XLA schedules all of it for speed: it then took 20 to 35 % more
-# memory (compiled for an H200). A piece has to be there before its work begins, so nothing is lost.
+# Where anything comes from the host while a program runs, XLA schedules all of it for speed: it then took 20 to 35 %
+# more memory (compiled for an H200). A piece has to be there before its work begins, so nothing is lost.
 _SCHEDULED_FOR_MEMORY: dict[str, Any] = {"xla_disable_hlo_passes": "latency-hiding-scheduler"}
 # Percent of what it knows of that XLA takes if it is not told.
 _AS_IT_COMES = 95
