@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import keras
 import numpy as np
 import pytest
 from here import only, out_of_memory
@@ -242,3 +243,92 @@ def test_xla_is_told_of_the_room_there_is_where_that_is_less_than_it_thinks():
     assert limited_to(Room(1300, 700), [np.zeros(100, "int8")], made) == {name: 40}
     assert limited_to(Room(1300, 1200), given, made) == {}
     assert limited_to(Room(1300, 150), given, made) == {}
+
+
+def test_programs_that_read_the_host_are_not_scheduled_for_speed():
+    import jax
+
+    from oomproof._backends.jax.compiled import scheduled_for
+    from oomproof._backends.jax.host_batches import placed
+
+    batch = np.ones((4, 8), "float32"), np.zeros(4, "int32")
+    assert scheduled_for(([jax.numpy.ones(3)], placed(batch, from_host=False))) == {}
+    options = scheduled_for(([jax.numpy.ones(3)], placed(batch, from_host=True)))
+    assert options == {"xla_disable_hlo_passes": "latency-hiding-scheduler"}
+    # A name that XLA takes.
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
+
+
+def memory_with(monkeypatch, **stats):
+    """The memory of a GPU whose allocator says so."""
+    from oomproof._backends.jax import device
+
+    memory = device.JaxMemory()
+    monkeypatch.setattr(device.JaxMemory, "_stats", lambda self: {"bytes_limit": 1000, **stats})
+    monkeypatch.setattr(device, "_GPUS", ("cpu",))
+    memory._limit = 1000
+    return memory
+
+
+def test_what_is_free_in_several_places_is_not_promised_to_one_program(monkeypatch):
+    from oomproof._backends.jax.compiled import Program
+    from oomproof._backends.jax.device import NotEnoughMemoryError
+
+    memory = memory_with(monkeypatch, bytes_in_use=100)
+    assert memory.largest_block() is None
+    # A part of what is free is kept back where nobody knows how it lies.
+    assert 800 < memory.room(None).free < 850
+    assert memory.room(500).free < 400
+    memory = memory_with(monkeypatch, bytes_in_use=100, pool_bytes=1000, largest_free_block_bytes=600)
+    assert memory.room(None).free == memory.largest_block() == 600
+    program = Program(None, False)
+    program.temporary = 500
+    program.check_room(memory, None, ())
+    program.temporary = 700
+    with pytest.raises(NotEnoughMemoryError, match="700 B"):
+        program.check_room(memory, None, ())
+    # What the allocator has not taken from the device yet lies in one block.
+    memory = memory_with(monkeypatch, bytes_in_use=100, pool_bytes=200, largest_free_block_bytes=60)
+    program.check_room(memory, None, ())
+
+
+def test_a_program_that_ran_out_of_memory_says_what_all_of_it_needs():
+    from oomproof._backends.jax.compiled import Program
+    from oomproof._backends.jax.device import JaxMemory
+
+    program, memory = Program(None, False), JaxMemory()
+    program.temporary = 700
+    with pytest.raises(Exception, match="RESOURCE_EXHAUSTED") as raised, program.telling_its_needs(()):
+        raise out_of_memory()
+    assert memory.shortage(raised.value).needed == 700
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_on_the_host_nothing_is_proven_with_kernels_of_the_gpu(monkeypatch, precision):
+    """Keras picks cuDNN's attention by the devices of the process; proofs run on the CPU whatever these are."""
+    import jax
+    from keras import layers
+    from keras.src.backend.jax import nn
+
+    asked, original = [], jax.nn.dot_product_attention
+
+    def attention(*args, implementation=None, **kwargs):
+        asked.append(implementation)
+        return original(*args, implementation="xla", **kwargs)
+
+    monkeypatch.setattr(nn, "_can_use_flash_attention", lambda *_, **__: True)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    x = keras.Input((6, 8))
+    attended = layers.MultiHeadAttention(2, 4, flash_attention=True, dtype=precision)(x, x)
+    pooled = layers.GlobalAveragePooling1D()(attended)
+    model = keras.Model(x, layers.Dense(3)(pooled))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    step = oomproof._backends.current().step(model)
+    batch = np.ones((4, 6, 8), "float32"), np.zeros(4, "int32")
+    step.prepare(batch, "train")
+    asked.clear()
+    step.step_values(batch, 2)
+    assert set(asked) == {"xla"}
+    asked.clear()
+    step.probe(batch, 4, "train") if precision == "float32" else None
+    assert ("cudnn" in asked) == (precision == "float32")

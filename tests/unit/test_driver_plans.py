@@ -277,3 +277,26 @@ def test_a_plan_that_a_budget_does_not_hold_is_made_again_before_it_runs():
     assert driver.step.recompute == ("a", "b")
     assert [pieces for *_, pieces in driver.step.done] == [2]
     assert driver.memory.peak <= 900
+
+
+class TellingMemory(FakeMemory):
+    """Says what a step needed, as XLA does."""
+
+    def take(self, size, where):
+        self.asked = int(size)
+        super().take(size, where)
+
+    def shortage(self, error):
+        found = super().shortage(error)
+        return found and dataclasses.replace(found, needed=self.asked)
+
+
+def test_what_a_refused_program_needed_corrects_the_next_plan():
+    first = dataclasses.replace(planned(micro_batch_size=128), predicted=640)
+    proposals, memory = Proposals(first, planned(micro_batch_size=32)), TellingMemory(700)
+    driver = Driver(RecomputingStep(memory, slope=7), memory, Settings(propose=proposals))
+    driver.begin()
+    driver.run("train", BATCH)
+    assert [asked[3] for asked in proposals.asked] == [1.0, round(1.02 * 7 * 128 / 640, 3)]
+    assert driver.plan.micro_batch_size == 32
+    assert [kind for kind, _, _ in events(driver)] == ["plan", "oom"]

@@ -5,12 +5,14 @@ Checked on JAX 0.5 to 0.11.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from keras.src.backend.jax import nn as _nn
 from keras.src.backend.jax import random as _random
 from keras.src.backend.jax.trainer import JAXEpochIterator as _JAXEpochIterator
 
@@ -61,3 +63,25 @@ def cudnn_questions() -> CudnnQuestions | None:
         )
     sizes = Redirect(jax_rnn.gpu_rnn, "compute_rnn_workspace_reserve_space_sizes", create=True)
     return CudnnQuestions(Redirect(rnn, "_is_gpu_available"), sizes, attention)
+
+
+_attention = Redirect(_nn, "dot_product_attention")
+
+
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Inside, Keras traces for the CPU though the process has a GPU: it picks kernels of cuDNN by what there is."""
+    questions = cudnn_questions()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_attention.to(_without_cudnn))
+        if questions is not None:
+            stack.enter_context(questions.gpu.to(lambda _: False))
+        yield
+
+
+def _without_cudnn(original: Callable[..., Any], query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    # Even where a layer asks for it by name. XLA has no attention in half precision for CPUs either.
+    dtype = query.dtype
+    if dtype.itemsize < 4:
+        query, key, value = (array.astype("float32") for array in (query, key, value))
+    return original(query, key, value, *args, **{**kwargs, "flash_attention": False}).astype(dtype)

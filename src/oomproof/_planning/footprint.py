@@ -2,29 +2,64 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+from keras import layers
 
-from oomproof._backends.common.call_graph import graphs
-from oomproof._records.units import tensor_bytes
+from oomproof._backends.common.call_graph import graph_of, graphs
+from oomproof._compat.names import is_kerass
+from oomproof._records.units import DTYPE_BYTES, tensor_bytes
+
+_ATTENTION = (layers.MultiHeadAttention, layers.GroupQueryAttention)
 
 
 def bytes_of_outputs(model: Any, samples: int) -> int | None:
-    """Bytes of everything the layers of a functional model make of a batch, or `None` where that is not known."""
-    total, found = 0, False
-    # A loop over time keeps what each of its rounds makes, and may return no more than the last.
-    if any(isinstance(layer, keras.layers.RNN) for layer in model._flatten_layers()):
-        return None
+    """Bytes of everything the layers of a functional model make of a batch, or `None` where that is not known.
+
+    What convolutions may take to work in counts, too: at most one is at work at a time, with both of its gradients.
+    """
+    total, found, workspace = 0, False, 0
     for graph in graphs(model):
         for call in graph.calls:
-            for tensor in call.node.outputs:
-                found = True
-                shape = [samples, *tensor.shape[1:]]
+            found = True
+            if _is_closed(call.operation):
+                return None
+            sizes = []
+            for tensor in (*call.node.outputs, *call.node.input_tensors):
+                shape = (samples, *tensor.shape[1:])
                 if any(size is None for size in shape):
                     return None
-                total += tensor_bytes(tuple(shape), str(tensor.dtype))
-    return total if found else None
+                sizes.append(tensor_bytes(shape, str(tensor.dtype)))
+            total += sum(sizes[: len(call.node.outputs)])
+            if isinstance(call.operation, _ATTENTION):
+                total += _of_attention(call.operation, samples, call.node.input_tensors)
+            kernel = math.prod(getattr(call.operation, "kernel_size", ()) or (0,))
+            workspace = max(workspace, 2 * kernel * max(sizes))
+    return total + workspace if found else None
+
+
+def _is_closed(operation: Any) -> bool:
+    """Whether its results do not tell what it makes on the way: it has code of its own, or layers inside."""
+    if not isinstance(operation, keras.Layer):
+        return not is_kerass(type(operation))
+    if graph_of(operation) is not None or isinstance(operation, _ATTENTION):
+        return False
+    if not is_kerass(type(operation)) or isinstance(operation, layers.Lambda):
+        return True
+    # A loop over time keeps what each of its rounds makes, and may return no more than the last.
+    return isinstance(operation, layers.RNN) or bool(list(operation._flatten_layers(include_self=False)))
+
+
+def _of_attention(layer: Any, samples: int, inputs: Sequence[Any]) -> int:
+    """Bytes of queries, keys, values and what becomes of them, and of the scores: as they are, and as shares."""
+    heads = getattr(layer, "num_heads", None) or layer.num_query_heads
+    width = max(getattr(layer, "key_dim", None) or layer.head_dim, getattr(layer, "value_dim", None) or 0)
+    queries, keys = (math.prod(tensor.shape[1:-1]) for tensor in (inputs[0], inputs[min(1, len(inputs) - 1)]))
+    numbers = heads * (2 * queries * keys + 2 * width * (queries + keys))
+    return int(samples * numbers * DTYPE_BYTES.get(str(layer.compute_dtype), 4))
 
 
 def bytes_of_state(model: Any) -> int:

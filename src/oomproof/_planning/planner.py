@@ -28,6 +28,7 @@ from oomproof._planning.footprint import bytes_of_outputs, bytes_of_state
 from oomproof._planning.options import Request
 from oomproof._planning.timing import SPEED_OF_MIXED_PRECISION, SPEED_OF_XLA, host_share, piece_cost, run_cost
 from oomproof._planning.ways import Way, least
+from oomproof._records.patience import look_at_the_clock, patience
 from oomproof._records.plan import Plan
 from oomproof._records.run import Device
 from oomproof._records.trace import Spec, Target, Trace, Workload
@@ -147,6 +148,7 @@ class Planner:
         x, y = tree.map_structure(lambda spec: _first(spec, size), (workload.x, workload.y))
         pieces = plan.micro_batch_size is not None
         step = dataclasses.replace(workload, x=x, y=y, recompute=plan.recompute, later_piece=pieces)
+        look_at_the_clock()
         with simulators.ONE_AT_A_TIME, computed_in(self._model, plan.precision):
             return simulators.trace(self._backend, self._model, step)
 
@@ -156,14 +158,20 @@ class Planner:
         Estimates are far off at times, so nobody is refused on their word: what does not fit will say so. And whatever
         fails here fails for planning alone: training goes on without a plan, and measures.
         """
+        if self._failed:
+            return None  # What failed, or took too long, would again.
         try:
-            return self._proposed(data, device, limit, caution)
+            with patience():
+                return self._proposed(data, device, limit, caution)
         except CannotFitError as error:
-            logger.warning(f"oomproof: Predicted not to fit; trying anyway. {error}")
+            # After a failure, what fails next is told by the driver.
+            logger.log(
+                logging.WARNING if caution <= 1 else logging.DEBUG,
+                f"oomproof: Predicted not to fit; trying anyway. {error}",
+            )
         except Exception as error:
-            if not self._failed:
-                self._failed = True
-                logger.warning(f"oomproof: Planning failed; training without a plan ({described(error)}).")
+            self._failed = True
+            logger.warning(f"oomproof: Planning failed; training without a plan ({described(error)}).")
         return None
 
     def _proposed(self, data: Any, device: Device, limit: int, caution: float) -> Plan | None:
@@ -195,6 +203,8 @@ class Planner:
         try:
             found = self.make(workload, limit, caution)
         except CannotFitError:
+            if caution > 1:
+                raise  # It did fail, so the estimate was not too high.
             return self.make(workload, limit, _HOPEFUL)
         # What was looked at was seen to fit, or not to.
         if found.caveats and not self._is_tried(workload):
@@ -262,7 +272,9 @@ class Planner:
         backend, model = self._backend, self._model
         with simulators.ONE_AT_A_TIME, computed_in(model, precision) as policy:
             trace = with_next_batch(simulators.trace(backend, model, workload), workload, _samples(workload), backend)
+            look_at_the_clock()
             chain = chain_of(model, workload, trace, replay(trace).peak, backend)
+            look_at_the_clock()
         mode = mode_of(backend, workload.jit, model)
         host = host_share(chain, workload) if mode == "eager" else 0.0
         return Way(

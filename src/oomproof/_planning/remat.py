@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from oomproof._records.patience import look_at_the_clock
 from oomproof._records.trace import Segment
 
 Runs = tuple[tuple[int, int], ...]
@@ -161,6 +162,7 @@ class _Search:
         reached: list[list[_State]] = [[] for _ in range(len(self.starting) + 1)]
         reached[0] = [_State(0, 0, None, None)]
         for position, blocks in enumerate(self.starting):
+            look_at_the_clock()
             states = self._best(position, reached[position], room, front, bound)
             # In this order what is kept grows and the cost falls, so those that may go on are neighbours.
             keeps = [state.keeps for state in states]

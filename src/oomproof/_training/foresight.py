@@ -13,6 +13,8 @@ from oomproof._training.training import Batch, Training
 # How often a plan is made anew, and by how much it is then taken for too low.
 _REPLANS = 3
 _CAUTION = 1.2
+# What is added to a need that is known: the next program is another one.
+_HARDLY = 1.02
 # A plan that fills more of the room than the first is tried on small pieces, and corrected where they say that it fills
 # more than the second of what is free.
 _TIGHT = 0.8
@@ -115,17 +117,26 @@ class Foresight:
         if corrected is not None:
             training.note_plan(batch, "plan", corrected, before, free)
 
-    def plan_again(self, batch: Batch) -> Plan | None:
+    def plan_again(self, batch: Batch, needed: int | None = None) -> Plan | None:
         """After a failure: a plan where none was thought necessary, or a more cautious one where cutting is not exact.
 
-        Where cutting is exact, pieces that are measured are the better answer to a plan that was not kept.
+        Where cutting is exact, pieces that are measured are the better answer to a plan that was not kept; but what a
+        compiled program said that it `needed` is as good as a measurement, and corrects the next plan.
         """
         training = self._training
         if training.settings.start is not None or self._plans > _REPLANS:
             return None
-        if training.current.is_made and not training.step.caveats():
+        if training.current.is_made and needed is None and not training.step.caveats():
             return None
-        return self._plan(batch, caution=_CAUTION**self._plans)
+        return self._plan(batch, caution=self._caution_after(batch, needed))
+
+    def _caution_after(self, batch: Batch, needed: int | None) -> float:
+        """By how much the next plan's predictions are raised."""
+        training, usual = self._training, _CAUTION**self._plans
+        predicted = training.current.record().predicted if training.current.is_made else None
+        if needed is None or predicted is None or needed <= training.allowance.free():
+            return usual  # By the numbers it should have gone through, so they do not say by how much to go down.
+        return max(_HARDLY * (sum(training.held(batch)) + needed) / predicted, 1.0)
 
     # Sizes
 

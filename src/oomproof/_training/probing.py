@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from oomproof._records.patience import PATIENCE
 from oomproof._training import piece_sizes
 from oomproof._training.helpers import in_a_line
 from oomproof._training.training import Batch, Training
@@ -34,8 +35,13 @@ def probe(training: Training, batch: Batch, below: int, expected: tuple[int, int
     if compiled and bold:
         return  # Each size would be compiled for nothing: XLA's own error says what was needed.
     fixed = step.resident()["gradients"] if batch.phase == "train" else 0
-    failures = 0
+    failures, began = 0, time.monotonic()
     for _ in range(_COMPILED_PROBES if compiled else _PROBES):
+        if measured.evidence.needs and time.monotonic() - began > PATIENCE:
+            training.log.say(
+                f"Measuring small batches takes longer than {PATIENCE:.0f} s; going on with what is known."
+            )
+            return
         free = allowance.free()
         size = piece_sizes.next_probe(
             measured.evidence.upto(below // 2),

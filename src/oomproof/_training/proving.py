@@ -9,6 +9,7 @@ from typing import Any
 from oomproof._backends.base import DeviceMemory, Step
 from oomproof._backends.pieces import largest_piece
 from oomproof._records.exactness import Exactness
+from oomproof._records.patience import TookTooLongError, patience
 from oomproof._training.helpers import in_a_line, optional
 from oomproof._training.settings import Settings
 from oomproof.errors import OomproofError
@@ -101,10 +102,13 @@ class Proving:
     def _tried(self, question: Any) -> Exactness | None:
         """The answer, or `None` where there is no memory to ask. What fails otherwise proves and breaks nothing."""
         try:
-            answer: Exactness | None = question()
+            with patience():
+                answer: Exactness | None = question()
             return answer
         except OomproofError:
             raise  # A model that cannot be cut at all is refused, whatever is allowed.
+        except TookTooLongError as error:
+            return Exactness("not exact", (f"that was not proven, since {error}",))
         except Exception as error:
             if self._memory.shortage(error) is None:
                 return Exactness("not exact", (f"the proof could not run ({in_a_line(error)})",))

@@ -37,7 +37,7 @@ def recover(
     if shortage.needed is not None:
         measured.evidence = measured.evidence.with_need(volume, shortage.needed)
     measured.evidence = measured.evidence.with_failure(volume, free)
-    if batch.phase == "train" and (plan := foresight.plan_again(batch)) is not None:
+    if batch.phase == "train" and (plan := foresight.plan_again(batch, shortage.needed)) is not None:
         training.note_plan(batch, "oom", plan, largest_piece(batch.size, pieces), free, seconds)
         return
     smaller = _smaller(training, batch, volume, shortage, free, seconds)

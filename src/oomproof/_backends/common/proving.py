@@ -6,6 +6,7 @@ Both are functions from old values to new ones, so nothing is written. See `proo
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ from oomproof._backends.common import proof
 from oomproof._backends.common.draws import Rows
 from oomproof._backends.common.model import layers, mixing_losses
 from oomproof._records.exactness import Exactness
+from oomproof._records.patience import look_at_the_clock
 
 # Variables with a name for each, by identity.
 _Names = dict[int, tuple[Any, str]]
@@ -89,8 +91,11 @@ def compared(step: Provable, data: Any, pieces: int) -> Comparison:
     }
     tolerated = epsilon(step.model, step.engine)
     owners = _owners(step.model.optimizer, names)
+    began = time.monotonic()
     with _plain(step.engine):
         asked = _named(step, names, step.step_values(data, 1))
+    # The step in question takes as long at least.
+    look_at_the_clock(ahead=time.monotonic() - began)
     with emulating(step.engine):
         made = _named(step, names, step.step_values(data, pieces))
     # With no rounding seen, less passes for rounding: only what differs like this is worth another step, and only what

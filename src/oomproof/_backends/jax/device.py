@@ -30,6 +30,9 @@ _OTHER_RESOURCES = re.compile(
     re.IGNORECASE,
 )
 _GPUS = ("gpu", "cuda", "rocm")
+# Of what is free, the share that is taken to lie in one block where the allocator does not tell. A program works in one
+# block, and 94 to 99 % of what was free could not be had as one (H200, 0.3 to 1.5 GiB free).
+_IN_ONE_BLOCK = 0.92
 
 
 class NotEnoughMemoryError(Exception):
@@ -45,7 +48,7 @@ class NotEnoughMemoryError(Exception):
 
 
 class Room(NamedTuple):
-    """Bytes on a device: all that JAX may take, and what is free of a budget."""
+    """Bytes on a device: all that JAX may take, and what is free of a budget and can be had in one block."""
 
     all: int
     free: int
@@ -99,11 +102,20 @@ class JaxMemory:
         limits = [limit for limit in (self._limit, budget) if limit is not None]
         return max(min(limits) - self.current(), 0) if limits else None
 
+    def largest_block(self) -> int | None:
+        """The most bytes that can be had at once, where the allocator tells."""
+        stats = self._stats() or {}
+        largest, pool = stats.get("largest_free_block_bytes", 0), stats.get("pool_bytes")
+        # Only of what it has taken already. The rest it can still take, as one block.
+        return max(largest, (self._limit or 0) - pool) if largest and pool else None
+
     def room(self, budget: int | None) -> Room | None:
         """What XLA can be told when it compiles, or `None` where there is no limit of its own."""
         free = self.free(budget)
-        gpu = self._device.platform in _GPUS
-        return Room(self._limit, free) if gpu and self._limit is not None and free is not None else None
+        if self._device.platform not in _GPUS or self._limit is None or free is None:
+            return None
+        sure = int(_IN_ONE_BLOCK * free)
+        return Room(self._limit, min(sure, self.largest_block() or sure))
 
     def is_short_of(self, needed: int, pending_bytes: int) -> bool:
         """Whether a program cannot go through, even if all pending steps were done. Cheap."""
@@ -139,7 +151,8 @@ class JaxMemory:
         return Shortage(
             text=(lines[0] if lines else type(error).__name__)[:300],
             where=_where(error),
-            needed=None,  # What was asked for is one buffer of several.
+            # What was asked for is one buffer of several. Of a compiled program all is known.
+            needed=getattr(error, "needed", None),
             error=without_frames(error),
         )
 

@@ -23,6 +23,7 @@ from oomproof._backends.jax.draws import JaxRandom
 from oomproof._backends.jax.host_batches import is_on_host, to_device
 from oomproof._backends.pieces import largest_piece
 from oomproof._compat.keras import get_stateless_scope, is_in_jax_tracing_scope
+from oomproof._records.patience import look_at_the_clock
 
 
 class JaxEngine(RandomNumbers):
@@ -49,6 +50,7 @@ class JaxEngine(RandomNumbers):
 
     def call(self, x: Any, training: bool) -> Any:
         """By stateless_call, as in Keras's own step: what is written to other than non-trainable variables is lost."""
+        look_at_the_clock()
         model, scope = self.model, get_stateless_scope()
         model._clear_losses()
         options = {"training": training} if model._call_has_training_arg else {}

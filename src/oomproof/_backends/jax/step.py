@@ -10,6 +10,7 @@ slots given away, after a look at whether its program has the memory it is known
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -34,6 +35,7 @@ from oomproof._backends.jax.engine import JaxEngine
 from oomproof._backends.jax.pending_steps import PendingStep
 from oomproof._backends.jax.state import LiveState, live_state
 from oomproof._backends.pieces import piece_count
+from oomproof._compat.jax import on_host
 from oomproof._records.run import Phase
 
 # For programs that run once, the quickest to compile first. Which of these options there are depends on the version.
@@ -98,11 +100,14 @@ class JaxStep(ModelStep):
         if not (program.proven and program.roomy) or self._memory.is_short_of(program.needs(data), pending_bytes):
             self.settle()
             program.check_room(self._memory, self.budget, data)
-        outcome = program(program.values(), data)
+        believed = not self._eager and program.proven and program.roomy
+        with program.telling_its_needs(data):
+            outcome = program(program.values(), data)
+            if not believed:
+                jax.block_until_ready(outcome)
         _, values, logs = outcome
         updates = list(zip(program.written, values, strict=True))
-        if self._eager or not (program.proven and program.roomy):
-            jax.block_until_ready(outcome)
+        if not believed:
             program.proven = True
             _assign(updates)
             return logs
@@ -283,7 +288,7 @@ class JaxStep(ModelStep):
         host = jax.local_devices(backend="cpu")[0] if keras.distribution.distribution() is None else None
         if host is not None:
             values, data = jax.device_put((values, data), host)
-        with jax.default_device(host), self.as_traced():
+        with jax.default_device(host), on_host() if host is not None else contextlib.nullcontext(), self.as_traced():
             gradients, written, logs = run(values, data)
         return StepValues(gradients, list(zip(program.written, written, strict=True)), logs)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from oomproof._records.patience import look_at_the_clock
 from oomproof._simulators.jax.cudnn import lstm_workspace
 from oomproof._simulators.xla.convolutions import for_cudnn
 from oomproof._simulators.xla.program import Convolution, Node, Program, Value, linked
@@ -89,6 +90,7 @@ class _Maker:
             return None if isinstance(atom, Literal) else known[atom]
 
         for equation in jaxpr.eqns:
+            look_at_the_clock()
             name = equation.primitive.name
             inputs = [read(atom) for atom in equation.invars]
             where = _joined(scope, str(equation.source_info.name_stack))

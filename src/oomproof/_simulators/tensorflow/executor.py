@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from oomproof._records.patience import look_at_the_clock
 from oomproof._simulators.tensorflow.convolutions import CONVOLUTIONS
 from oomproof._simulators.tensorflow.dataflow import Dataflow
 from oomproof._simulators.tensorflow.graph import Node, StepGraph, TensorType
@@ -59,6 +60,7 @@ class Executor:
     def run(self) -> Execution:
         memory = self._memory
         while (task := self._dataflow.next()) is not None:
+            look_at_the_clock()
             node, arrived = self._nodes[task.number], task.arrived
             outputs = [DEAD] * max(len(node.outputs), 1) if arrived.dead else self._compute(node, arrived.values)
             made = [value for value in outputs if isinstance(value, Value)]

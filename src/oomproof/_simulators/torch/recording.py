@@ -22,6 +22,7 @@ from oomproof._compat.torch_tracing import (
     next_sequence_number,
     users_of,
 )
+from oomproof._records.patience import look_at_the_clock
 from oomproof._records.trace import Buffer, Category, Op, Stage
 from oomproof._simulators.torch.garbage import Garbage
 from oomproof.errors import UnsupportedModelError
@@ -92,6 +93,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:
             return args[0].fake_device
+        look_at_the_clock()
         outer, self.running = self.running, True
         try:
             return self._run(func, args, kwargs or {})

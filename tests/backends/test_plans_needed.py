@@ -1,0 +1,58 @@
+"""Whether a model needs a plan: a rough bound of what a step takes, and where it cannot tell."""
+
+import keras
+import pytest
+from keras import layers
+
+from oomproof._planning.footprint import bytes_of_outputs
+
+
+class Block(layers.Layer):
+    """An own layer that holds others: what they make is nowhere in the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(4096)
+
+    def call(self, x):
+        return x + self.inner(x)[..., :8]
+
+
+def bound_of(layer, shape=(16, 8), samples=10):
+    inputs = keras.Input(shape)
+    return bytes_of_outputs(keras.Model(inputs, layer(inputs)), samples)
+
+
+def test_what_layers_make_is_counted():
+    plain = bound_of(layers.Dense(4))
+    assert plain == 10 * 16 * 4 * 4
+    inner = keras.Sequential([keras.Input((16, 8)), layers.Dense(4)])
+    assert bound_of(inner) >= plain
+
+
+def test_attention_makes_more_than_it_returns():
+    inputs = keras.Input((64, 8))
+    model = keras.Model(inputs, layers.MultiHeadAttention(4, 2)(inputs, inputs))
+    scores = 10 * 4 * 64 * 64 * 4
+    assert bytes_of_outputs(model, 10) > 2 * scores
+
+
+@pytest.mark.parametrize("kind", ["Conv2D", "Conv2DTranspose", "DepthwiseConv2D"])
+def test_convolutions_need_room_to_work_in(kind):
+    arguments = () if kind == "DepthwiseConv2D" else (8,)
+    narrow, wide = (bound_of(getattr(layers, kind)(*arguments, size, padding="same"), (16, 16, 8)) for size in (1, 5))
+    assert wide - narrow == 2 * 24 * 10 * 16 * 16 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Block,
+        lambda: layers.LSTM(4),
+        lambda: layers.Bidirectional(layers.GRU(4)),
+        lambda: layers.TimeDistributed(layers.Dense(4)),
+        lambda: layers.Lambda(lambda x: keras.ops.tile(x, (1, 1, 99))[..., :8]),
+    ],
+)
+def test_code_that_the_graph_does_not_show_needs_a_plan(layer):
+    assert bound_of(layer()) is None
