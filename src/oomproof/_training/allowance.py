@@ -30,6 +30,8 @@ class Allowance:
         on_cpu = self.device.name.upper().startswith("CPU")
         promised = budget is not None and on_cpu
         self.headroom = piece_sizes.CPU_BUDGET_HEADROOM if promised else piece_sizes.HEADROOM
+        # Whether what reads data ahead takes from the same memory while a step runs, and a promise covers that, too.
+        self.covers_reading = promised
         self._resting = 0
 
     def free(self) -> int:

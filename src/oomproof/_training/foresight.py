@@ -25,6 +25,10 @@ _REGRETS = 1
 _CHANGES = 2
 # By how much more than a plan says a size is taken to need that could not be measured.
 _DOUBT = 1.1
+# On a CPU the next batch is read meanwhile, so as much is kept free, but no more than this part of what there is.
+_READ_AHEAD = 8
+# And a size that took more than this part of what is free does not run again: the next step may take more.
+_TIGHT_ON_CPU = 0.95
 # A plan within a budget that is not kept by small pieces is made again with so much caution at most.
 _MOST_CAUTION = 2.0
 
@@ -162,7 +166,11 @@ class Foresight:
         if self._size_is_given(batch) and not measured.evidence.measured(volume):
             return
         # Without a budget a few percent are risked: a needless split costs time in every step, a failure once.
-        if need is None or need <= free * (1.0 if strict else 1.05) or volume <= batch.unit:
+        if (
+            need is None
+            or need <= free * (_TIGHT_ON_CPU if training.allowance.covers_reading else 1.0 if strict else 1.05)
+            or volume <= batch.unit
+        ):
             return
         if training.step.splittable(batch.data) and (strict or not training.step.caveats()):
             probe(training, batch, volume, self._expected if batch.phase == "train" else None)
@@ -213,6 +221,8 @@ class Foresight:
         expected = self._expected if batch.phase == "train" else None
         probe(training, batch, max(planned, 2 * batch.unit), expected)
         evidence, free = measured.evidence, allowance.free()
+        if allowance.covers_reading:
+            free -= min(batch.bytes, free // _READ_AHEAD)
         if expected is not None and evidence.needs:
             evidence = evidence.expecting(expected[0], int(expected[1] * _DOUBT))
         return evidence.largest(free, planned, allowance.headroom) or 0, evidence.predict(planned), free
