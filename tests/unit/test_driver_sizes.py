@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The driver on a fake device: sizes that are given, that settle, and that are tried once more."""
-=======
 """Sizes that the user gave, sizes that settle, and what is tried once more, on a fake device."""
->>>>>>> sizes
 
 from __future__ import annotations
 

@@ -149,6 +149,7 @@ def random_ways(rng: random.Random) -> list[Way]:
             forward_share=rng.choice([1 / 4, 1.0]),
             equal_pieces_only=rng.random() < 0.3,
             adds_up=rng.random() < 0.5,
+            holds_results=rng.random() < 0.5,
             batch_on_device=rng.random() < 0.5,
         )
         for way in [own, xla, mixed][: rng.randint(1, 3)]

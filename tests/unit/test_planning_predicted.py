@@ -44,6 +44,14 @@ def test_a_piece_takes_its_share_beside_what_does_not_shrink():
     assert predict(way, 256, 1024) == quarter + gradients - 16 * MIB
 
 
+def test_a_program_has_a_place_for_its_results_all_the_time_and_the_sum_of_gradients_is_in_it():
+    gradients, one = 9 * 16 * MIB, 16 * MIB
+    in_the_sum = dataclasses.replace(OWN, adds_up=False)
+    for commit, beside in ((3 * gradients, 2 * gradients), (gradients, 0), (0, 0)):
+        way = dataclasses.replace(OWN, holds_results=True, commit=commit)
+        assert predict(way, 256, 1024) == predict(in_the_sum, 256, 1024) + beside + one
+
+
 def test_what_kernels_work_in_does_not_shrink_with_the_piece():
     chain = dataclasses.replace(CHAIN, scratch=2 * GIB, peak=CHAIN.peak + 2 * GIB)
     way = dataclasses.replace(OWN, chain=chain)

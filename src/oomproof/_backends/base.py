@@ -180,6 +180,8 @@ class Traits:
         gradients_add_in_place: Whether the gradients of a piece are added to those before as they are made.
         update_waits: Whether a guarded step updates weights once it has all gradients, where Keras's own begins before.
         sparse_gradients: Whether gradients of embeddings are the rows that were looked up, not whole tables.
+        holds_results: Whether the results of a compiled step have their place from its beginning, and gradients of a
+            piece are added to the sum one by one.
         updates_at_once: Whether an update computes the new values of all weights together.
     """
 
@@ -195,6 +197,7 @@ class Traits:
     gradients_add_in_place: bool = False
     update_waits: bool = False
     sparse_gradients: bool = False
+    holds_results: bool = False
     updates_at_once: bool = False
 
 

@@ -289,6 +289,7 @@ class Planner:
             run_cost=run_cost(chain, host),
             equal_pieces_only=workload.jit and backend.traits.compiles_each_size,
             adds_up=not backend.traits.gradients_add_in_place,
+            holds_results=workload.jit and backend.traits.holds_results,
             batch_on_device=backend.batch_on_device(model, workload),
             commit=bytes_of_state(model) + self._while_updating(),
         )

@@ -34,6 +34,8 @@ class Way:
         run_cost: Time to begin a run of segments again, as a share of that of its plain step's forward pass.
         equal_pieces_only: Whether numbers of pieces are powers of two.
         adds_up: Whether the gradients of a piece are made beside the sum over pieces, not in it.
+        holds_results: Whether the new values have their place from the beginning of the step, where the sum over pieces
+            is kept meanwhile. Gradients of a piece are then added to it one by one.
         batch_on_device: The part of the batch that is on the device, for all samples, while its pieces run.
         commit: Bytes of new values that are made beside the old ones before they take their place.
     """
@@ -50,6 +52,7 @@ class Way:
     run_cost: float = 0.0
     equal_pieces_only: bool = False
     adds_up: bool = True
+    holds_results: bool = False
     batch_on_device: float = 1.0
     commit: int = 0
 
@@ -128,8 +131,13 @@ class Piece:
         if micro >= batch_size:
             piece = cls._made(chain, batch_size)
             return dataclasses.replace(piece, updating=piece.updating + rows, base=base, factor=factor, least=least)
-        piece = cls._made(chain, micro, in_sum=not way.adds_up)
-        extra = (gradients if way.adds_up else 0) + rows + batch
+        if way.holds_results:
+            piece = cls._made(chain, micro, in_sum=True)
+            extra = max(0, way.commit - gradients) + max((one.gradients for one in chain.segments), default=0)
+        else:
+            piece = cls._made(chain, micro, in_sum=not way.adds_up)
+            extra = gradients if way.adds_up else 0
+        extra += rows + batch
         return dataclasses.replace(
             piece, updating=piece.updating + rows, extra=extra, base=base, factor=factor, least=least
         )

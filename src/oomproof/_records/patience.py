@@ -30,7 +30,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def patience(seconds: float | None = None) -> Iterator[None]:
-    """Inside, `look_at_the_clock` raises after so many seconds, `PATIENCE` if not told. Of several the outer counts."""
+    """Inside, `look_at_the_clock` raises after so many seconds, `PATIENCE` by default. The outermost counts."""
     if _thread.end is not None:
         yield
         return

@@ -44,7 +44,7 @@ from oomproof._version import __version__
 
 class JaxBackend:
     name = "jax"
-    traits = Traits(compiles_by_default=True, measures_peaks=False, prefetches_batch=True)
+    traits = Traits(compiles_by_default=True, measures_peaks=False, prefetches_batch=True, holds_results=True)
 
     def __init__(self) -> None:
         self._memory: JaxMemory | None = None
