@@ -115,7 +115,8 @@ class Evidence:
         proven = max(
             (size for size, need in self.needs if size <= upto and need <= free * (1 + headroom) / 2), default=0
         )
-        return self._below_failures(max(fitting, proven, 0), free)
+        gone = max((size for size, took in self.passes if size <= upto and took <= free), default=0)
+        return self._below_failures(max(fitting, proven, gone, 0), free)
 
     def _line(self) -> tuple[float, float] | None:
         """(fixed, slope) through the largest size measured and one of at most half of it, where there is one.

@@ -162,7 +162,7 @@ class Training:
             "shrink": ", in smaller pieces",
             "grow": ", no longer cut" if pieces == 1 else ", in larger pieces",
         }.get(kind, "")
-        message = f"{what} {batch.size} now runs {how}: {_reason(kind, needed, free)}; "
+        message = f"{what} {batch.size} now runs {how}: {_reason(kind, needed, free, before == batch.size)}; "
         message += f"step {self.log.steps[batch.phase]}, nothing lost"
         self.log.note(
             kind,
@@ -207,7 +207,7 @@ class Training:
         ) from shortage.error
 
 
-def _reason(kind: EventKind, needed: int | None, free: int | None) -> str:
+def _reason(kind: EventKind, needed: int | None, free: int | None, was_whole: bool) -> str:
     """Why a batch runs in other pieces than before, with the numbers that are known."""
     room = "an unknown amount free" if free is None else f"{format_bytes(free)} free"
     if kind == "grow":
@@ -215,5 +215,7 @@ def _reason(kind: EventKind, needed: int | None, free: int | None) -> str:
     if needed is None:
         return f"ran out of memory, {room}"
     if kind == "plan":
+        if not was_whole:
+            return f"as planned it would need {format_bytes(needed)}, too much to be safe with {room}"
         return f"whole it would need {format_bytes(needed)}, {room}"
     return f"{'needed' if kind == 'oom' else 'would need'} {format_bytes(needed)}, {room}"
