@@ -205,6 +205,9 @@ class Planner:
         except CannotFitError:
             if caution > 1:
                 raise  # It did fail, so the estimate was not too high.
+            # What fits if the estimate is right comes before what fits if it is far too high.
+            with contextlib.suppress(CannotFitError):
+                return self.make(workload, limit, _HARDLY / self._margin(workload))
             return self.make(workload, limit, _HOPEFUL)
         # What was looked at was seen to fit, or not to.
         if found.caveats and not self._is_tried(workload):
