@@ -2,9 +2,13 @@
 
 import keras
 import pytest
+from here import BACKEND
 from keras import layers
 
-from oomproof._planning.footprint import bytes_of_outputs
+from oomproof import _backends as backends
+from oomproof._backends.common.footprint import bytes_of_outputs
+from oomproof._planning.planner import Planner
+from oomproof._records.trace import Spec, Target, Workload
 
 
 class Block(layers.Layer):
@@ -56,3 +60,22 @@ def test_convolutions_need_room_to_work_in(kind):
 )
 def test_code_that_the_graph_does_not_show_needs_a_plan(layer):
     assert bound_of(layer()) is None
+
+
+def test_room_is_left_to_the_search_for_kernels():
+    """In graph mode on a GPU TensorFlow's first step of a shape tries every kernel of a convolution."""
+
+    def margin(*inner, jit=False, gpu=True):
+        model = keras.Sequential([keras.Input((8, 8, 2)), *inner, layers.Flatten(), layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=jit)
+        specs = (Spec((4, 8, 8, 2), "float32"), Spec((4, 1), "float32"))
+        workload = Workload(*specs, "train", jit, Target(gpu, (9, 0)))
+        return Planner(backends.current(), model, frozenset(), cache=False)._margin(workload)
+
+    plain, convolves = margin(), margin(layers.Conv2D(4, 3))
+    if BACKEND == "tensorflow":
+        assert convolves == pytest.approx(plain * 16 / 15)
+        assert plain > margin(gpu=False)
+    else:
+        assert convolves == plain
+    assert margin(layers.Conv2D(4, 3), jit=True) == margin(jit=True)

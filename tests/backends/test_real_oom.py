@@ -115,7 +115,7 @@ def test_memory_that_vanishes_in_the_middle_of_an_epoch(answers):
 def test_out_of_memory_again_and_again(answers):
     found = answers("repeatedly")
     kinds = [event["kind"] for event in found["run"]["events"]]
-    assert found["ooms"] >= 3
+    assert found["ooms"] >= 2  # After that sizes settle at what goes through in every epoch.
     assert kinds.count("grow") <= 3  # At most once an epoch.
     assert found["ooms"] <= 2 * 4
 

@@ -182,6 +182,8 @@ class Traits:
         sparse_gradients: Whether gradients of embeddings are the rows that were looked up, not whole tables.
         holds_results: Whether the results of a compiled step have their place from its beginning, and gradients of a
             piece are added to the sum one by one.
+        search_share: One part in so many of the memory is left to the search for kernels that an uncompiled step on a
+            GPU makes when a shape is first run; 0 where it makes none.
         updates_at_once: Whether an update computes the new values of all weights together.
     """
 
@@ -198,6 +200,7 @@ class Traits:
     update_waits: bool = False
     sparse_gradients: bool = False
     holds_results: bool = False
+    search_share: int = 0
     updates_at_once: bool = False
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from oomproof._backends.base import DeviceMemory, Step
 from oomproof._backends.pieces import largest_piece
 from oomproof._records.exactness import Exactness
-from oomproof._records.patience import TookTooLongError, patience
+from oomproof._records.patience import PATIENCE, TookTooLongError, patience
 from oomproof._training.helpers import in_a_line, optional
 from oomproof._training.settings import Settings
 from oomproof.errors import OomproofError
@@ -24,6 +24,8 @@ _SAMPLES_RECOMPUTED = (2, 1)
 _LOOKS = frozenset(2**power for power in range(1, 7))
 # Whoever waited longer is told what for.
 _LONG = 5.0
+# Seconds that a proof may take where nothing is cut without it.
+_UNTIL_PROVEN = 600.0
 
 
 class Proving:
@@ -42,6 +44,8 @@ class Proving:
         self._step = step
         self._memory = memory
         self._proofs = settings.proofs
+        # Who allows what is exact alone cannot go on without a proof.
+        self._seconds = _UNTIL_PROVEN if settings.exact_only else PATIENCE
         self._say = say
 
     def __call__(self, data: Any, pieces: int) -> Exactness:
@@ -102,7 +106,7 @@ class Proving:
     def _tried(self, question: Any) -> Exactness | None:
         """The answer, or `None` where there is no memory to ask. What fails otherwise proves and breaks nothing."""
         try:
-            with patience():
+            with patience(self._seconds):
                 answer: Exactness | None = question()
             return answer
         except OomproofError:

@@ -22,7 +22,7 @@ from oomproof._backends.common.keras_functions import batch_size_of, pulled, put
 from oomproof._backends.common.model import check_has_no_own_step
 from oomproof._backends.common.recompute import recomputing
 from oomproof._backends.common.segments import labels
-from oomproof._backends.tensorflow.device import TensorFlowMemory
+from oomproof._backends.tensorflow.device import SEARCH_SHARE, TensorFlowMemory
 from oomproof._backends.tensorflow.engine import TensorFlowEngine, as_tensors
 from oomproof._backends.tensorflow.gradients import full_batch_gradients
 from oomproof._backends.tensorflow.pieces import take
@@ -46,6 +46,7 @@ class TensorFlowBackend:
         offers_xla=True,
         update_waits=True,
         sparse_gradients=True,
+        search_share=SEARCH_SHARE,
     )
 
     def versions(self) -> dict[str, str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+from typing import Any
 
 import tensorflow as tf
 
 from oomproof._backends.base import MemoryUse, Shortage
 from oomproof._backends.common.errors import forget_last_error, without_frames
+from oomproof._backends.common.footprint import bytes_of_outputs
 from oomproof._backends.tensorflow.writes import COMMIT_SCOPE
 from oomproof._records.run import Device
 
@@ -39,9 +42,11 @@ _NO_ROOM_FOR_CONSTANT = "Cannot parse tensor from proto"
 _XLA_REQUEST = re.compile(r"out of memory (?:while )?trying to allocate (\d+) ?bytes", re.IGNORECASE)
 
 
-# Most that one convolution may take beside its tensors: the setting, and the share of the memory there is.
+# What a step that runs op by op takes, as a multiple of what its layers make.
+_BESIDE_OUTPUTS = 4
+# Most that one convolution may take beside its tensors: the setting, and its value as a share of the memory there is.
 _WORKSPACE = "TF_CUDNN_WORKSPACE_LIMIT_IN_MB"
-_WORKSPACE_SHARE, _WORKSPACE_AT_LEAST, _WORKSPACE_AT_MOST = 8, 64, 8192
+SEARCH_SHARE, _WORKSPACE_AT_LEAST, _WORKSPACE_AT_MOST = 16, 32, 8192
 
 
 class TensorFlowMemory:
@@ -101,6 +106,19 @@ class TensorFlowMemory:
         return use is not None and self._limit is not None and use.peak > _NEARLY_FULL * self._limit
 
 
+def fits_op_by_op(model: Any, samples: int) -> bool:
+    """Whether there is room for a plain step that runs op by op on a few samples. Where nobody knows, there is none.
+
+    A step that is cut or recomputed may need much less than these samples do.
+    """
+    if not tf.config.list_logical_devices("GPU"):
+        return True
+    made, limit = bytes_of_outputs(model, samples), _gpu_limit()
+    if made is None or limit is None:
+        return False
+    return _BESIDE_OUTPUTS * made < limit - int(tf.config.experimental.get_memory_info("GPU:0")["current"])
+
+
 def bound_kernel_search(limit: int | None = None) -> None:
     """Keeps what cuDNN tries in the first step of each shape small beside the memory there is.
 
@@ -112,7 +130,7 @@ def bound_kernel_search(limit: int | None = None) -> None:
     """
     limit = _gpu_limit() if limit is None else limit
     if limit is not None:
-        share = limit // _WORKSPACE_SHARE // 2**20
+        share = limit // SEARCH_SHARE // 2**20
         os.environ.setdefault(_WORKSPACE, str(min(max(share, _WORKSPACE_AT_LEAST), _WORKSPACE_AT_MOST)))
 
 
@@ -127,6 +145,7 @@ def _cpu_limit() -> int | None:
     return int(os.environ.get("TF_CPU_BFC_MEM_LIMIT_IN_MB", 64 * 1024)) * 2**20
 
 
+@functools.cache
 def _gpu_limit() -> int | None:
     # The allocator's limit, not the card's size: TensorFlow keeps some of the card back.
     from oomproof._compat.tensorflow import device_lib

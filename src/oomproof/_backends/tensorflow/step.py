@@ -21,7 +21,7 @@ from oomproof._backends.common.predictions import predicted
 from oomproof._backends.common.proving import StepValues
 from oomproof._backends.common.step import ModelStep
 from oomproof._backends.tensorflow.commit import commit_leanly
-from oomproof._backends.tensorflow.device import bound_kernel_search
+from oomproof._backends.tensorflow.device import bound_kernel_search, fits_op_by_op
 from oomproof._backends.tensorflow.engine import TensorFlowEngine
 from oomproof._backends.tensorflow.pieces import on_host, placeholders, take
 from oomproof._backends.tensorflow.size_checks import refusing
@@ -170,7 +170,8 @@ class TensorFlowStep(ModelStep):
 
     def _examine(self, data: Any) -> None:
         self._written_outside(data)
-        super()._examine(data)
+        with tf.device("CPU:0"):  # Where a piece fits, the samples that are looked at need not.
+            super()._examine(data)
 
     def _learn_rows(self, data: Any) -> None:
         """How the rows of sparse gradients go together from pieces. Runs the loss as training does."""
@@ -193,7 +194,7 @@ class TensorFlowStep(ModelStep):
 
     def _rows_of_gradients(self, data: Any) -> list[Any]:
         """Which rows each sparse gradient of a batch has; `None` for one that is dense."""
-        with self.as_traced(), self.engine.scope():
+        with self.as_traced(), self.engine.scope(), tf.device("CPU:0"):
             gradients, _ = self._phases().whole(data, True)
         return [g.indices.numpy().tolist() if isinstance(g, tf.IndexedSlices) else None for g in gradients]
 
@@ -213,7 +214,8 @@ class TensorFlowStep(ModelStep):
         """Op by op, since a program for so few samples would be traced for this alone; traced where that fails."""
         if pieces > 1:
             self._learn_rows(data)
-        with unchanged(self._written_outside(data)):
+        where = None if fits_op_by_op(self.model, self.batch_size(data)) else "CPU:0"
+        with unchanged(self._written_outside(data)), tf.device(where):
             return self._values(data, pieces) if self._eager else self._values_outside_of_steps(data, pieces)
 
     def _values_outside_of_steps(self, data: Any, pieces: int) -> StepValues:

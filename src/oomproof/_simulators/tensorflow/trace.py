@@ -18,7 +18,7 @@ from oomproof._simulators.xla.trace import compiled_trace
 _SEARCHED = ("Conv2D", "Conv3D")
 _SEARCH = (
     "this is the peak of every step but the first of a shape, which looks for the quickest kernels and lets each work "
-    "in up to 8 GB more; under a guard, in an eighth of the memory"
+    "in up to 8 GB more; under a guard, in a sixteenth of the memory"
 )
 
 
