@@ -5,9 +5,13 @@ import os
 import subprocess
 import sys
 
+import keras
+import numpy as np
 import pytest
 from here import only, out_of_memory
 from models import check_same, classes, classifier, numbers, train
+
+import oomproof
 
 SHARDED = """
 import json
@@ -122,3 +126,21 @@ def test_an_error_of_another_kind_that_comes_late_leaves_the_model_readable(monk
     with pytest.raises(ValueError, match="something else"):
         train(lambda: models.append(classifier()) or models[0], numbers(), classes(), epochs=3, guard={})
     assert len(models[0].get_weights()) == 4
+
+
+@only("jax", because="layers that change places in the lists of values")
+def test_keras_does_not_look_through_the_values_of_every_step():
+    """It does so with lists that it keeps as an attribute of the model: a millisecond for a few hundred values."""
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.extend(type(values) for values in self._model._jax_state.values())
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    oomproof.guard(model)
+    x = np.ones((8, 4), "float32")
+    model.fit(x, x[:, :2], batch_size=4, verbose=0, callbacks=[Watch()])
+    assert seen
+    assert not any(issubclass(kind, list | tuple) for kind in seen)

@@ -8,6 +8,7 @@ keep the newest ones from then on: they are the one place where the truth is, wh
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 _live: weakref.WeakKeyDictionary[Any, LiveState] = weakref.WeakKeyDictionary()
@@ -43,10 +44,32 @@ class LiveState:
             for variable, value in zip(variables, values, strict=True):
                 variable._value = value
 
-    def state(self, phase: str) -> tuple[list[Any], ...]:
-        state = tuple([variable._value for variable in variables] for variables in self.lists(phase))
+    def state(self, phase: str) -> tuple[Values, ...]:
+        state = tuple(Values([variable._value for variable in variables]) for variables in self.lists(phase))
         self.handed_out = state
         return state
+
+
+class Values(Sequence[Any]):
+    """Values as Keras hands them on from step to step, where it only goes through them.
+
+    Keras notes them as an attribute of the model in every step, and looks at each element of a list that it is given
+    so: a millisecond for a few hundred. This is no list.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._values[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
 
 
 class Order:
