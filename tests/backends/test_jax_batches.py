@@ -87,7 +87,8 @@ def test_memory_that_runs_out_in_a_later_batch(apart, monkeypatch):
 
     def wait(step):
         waited.append(step)
-        if len(waited) == 4:
+        # Where nearly all is free, the same size is tried once more before it is cut.
+        if len(waited) in (4, 5):
             raise out_of_memory()
         return original(step)
 

@@ -8,13 +8,13 @@ import pathlib
 import subprocess
 import sys
 
-import keras
 import pytest
+from here import only
 
 CHILD = pathlib.Path(__file__).with_name("slots_child.py")
 
 
-@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="TensorFlow's own allocator has a limit on a CPU")
+@only("tensorflow", because="peaks of a real allocator on a CPU")
 @pytest.mark.parametrize("how", [("built", "evaluate_first"), ("built", "on_batch"), ("unbuilt", "fit")])
 def test_slots_that_do_not_fit_are_told_with_numbers(how):
     command = [sys.executable, str(CHILD), *how]
