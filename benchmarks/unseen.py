@@ -94,7 +94,9 @@ class Runs:
         began = time.monotonic()
         real = 0 if budget else limit
         answer = asked_of_child(arguments, self._backend, options.device, real, folder, options.patience)
-        run = asked | answer | {"process_seconds": round(time.monotonic() - began, 1)}
+        # What one sample takes on a CPU is known of the plain run alone.
+        floor = max(floor, answer.get("floor", 0))
+        run = asked | answer | {"floor": floor, "process_seconds": round(time.monotonic() - began, 1)}
         if options.out:
             with options.out.open("a") as file:
                 file.write(json.dumps(run) + "\n")
@@ -115,7 +117,7 @@ def outcome(run: Run) -> str:
     """What became of a run, in a word."""
     if "not_run" in run:
         return "not run"
-    if run.get("floor", 0) > run["limit"]:
+    if run.get("floor", 0) > run["limit"] and not run.get("finished"):
         return "infeasible"
     if "error" in run:
         return "crashed"
