@@ -144,3 +144,29 @@ def test_keras_does_not_look_through_the_values_of_every_step():
     model.fit(x, x[:, :2], batch_size=4, verbose=0, callbacks=[Watch()])
     assert seen
     assert not any(issubclass(kind, list | tuple) for kind in seen)
+
+
+_WITHOUT_HOST = """
+import jax
+devices = jax.local_devices
+def local_devices(*given, backend=None, **more):
+    if backend == "cpu":
+        raise RuntimeError("Unknown backend cpu")
+    return devices(*given, **more)
+jax.local_devices = local_devices
+import keras, numpy as np, oomproof
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, "tanh"), keras.layers.Dense(1)])
+model.compile("adam", "mse")
+oomproof.guard(model, micro_batch_size=3, allow="exact")
+x = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+print(model.fit(x, x[:, :1], batch_size=8, verbose=0).run.exactness.word)
+"""
+
+
+@only("jax", because="proofs on the host")
+def test_proofs_run_on_the_device_where_jax_knows_no_host(tmp_path):
+    """As with JAX_PLATFORMS=cuda."""
+    environment = {**os.environ, "OOMPROOF_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", _WITHOUT_HOST]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stdout.strip() == "exact", done.stderr

@@ -62,6 +62,10 @@ def test_code_that_the_graph_does_not_show_needs_a_plan(layer):
     assert bound_of(layer()) is None
 
 
+def test_operations_have_sizes_as_they_came():
+    assert bound_of(lambda images: keras.ops.unfold(images, 3), (2, 8, 8)) > 0
+
+
 def test_room_is_left_to_the_search_for_kernels():
     """In graph mode on a GPU TensorFlow's first step of a shape tries every kernel of a convolution."""
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from oomproof._backends.fake import FakeMemory, FakeStep
+from oomproof._records.exactness import Exactness
 from oomproof._records.plan import Plan
 from oomproof._training.driver import Driver
 from oomproof._training.settings import Settings
@@ -192,12 +193,74 @@ def test_a_given_plan_is_followed_and_no_other_made():
 
 
 def test_what_there_is_no_memory_to_prove_is_not_called_exact():
-    driver = driver_with(Proposals(planned(recompute=("a",))), 10_000, slope=10)
+    driver = driver_with(Proposals(), 10_000, settings=Settings(start=planned(recompute=("a",))), slope=10)
     driver.step.prove = lambda *_, **__: driver.memory.take(10**6, "step")
     with pytest.warns(InexactWarning, match="too little memory to prove"):
         driver.run("train", BATCH)
     assert driver.step.done == [("train", BATCH, 1)]
     assert not driver.plan.exactness.holds
+
+
+@pytest.mark.parametrize("exact_only", [False, True])
+def test_recomputation_that_nobody_asked_for_and_that_is_not_proven_is_left_out(exact_only, recwarn):
+    proposals = Proposals(planned(recompute=("a",)), planned(recompute=("a", "b")))
+    driver = driver_with(proposals, 1000, slope=10, settings=Settings(exact_only=exact_only))
+    driver.step.prove = lambda data, samples, cut: proof_of(driver.step)
+    driver.run("train", BATCH)
+    assert driver.step.recompute == ()
+    assert driver.step.done[0][2] > 1
+    assert driver.record("fake", {}).exactness.word == "exact"
+    assert len(proposals.asked) == 1
+    assert not [warning for warning in recwarn if warning.category is InexactWarning]
+
+
+def proof_of(step):
+    if step.recompute:
+        raise RuntimeError("no such kernel")
+    return Exactness()
+
+
+def test_where_it_is_cutting_that_is_not_exact_it_stays():
+    driver = driver_with(Proposals(planned(micro_batch_size=64, recompute=("a",))), 10_000, slope=10)
+    driver.step.prove = lambda data, samples, cut: Exactness("not exact", ("a layer mixes samples",))
+    with pytest.warns(InexactWarning, match="mixes samples"):
+        driver.run("train", BATCH)
+    assert driver.step.recompute == ("a",)
+    assert driver.step.done == [("train", BATCH, 4)]
+
+
+def test_where_pieces_would_not_be_exact_either_it_stays():
+    driver = driver_with(Proposals(planned(recompute=("a",))), 10_000, slope=10, inexact=INEXACT)
+    driver.step.prove = lambda data, samples, cut: proof_of(driver.step)
+    with pytest.warns(InexactWarning, match="no such kernel"):
+        driver.run("train", BATCH)
+    assert driver.step.recompute == ("a",)
+    assert driver.step.done[0][2] == 1
+
+
+def test_a_batch_that_goes_on_without_a_plan_that_was_to_blame_is_proven_as_it_runs():
+    driver = driver_with(Proposals(planned(micro_batch_size=64, recompute=("a",))), 10_000, slope=10)
+    gradients, ways = driver.step._gradients, []
+
+    def broken(samples):
+        if driver.step.recompute:
+            raise TypeError("cannot be recomputed")
+        gradients(samples)
+
+    driver.step._gradients = broken
+    driver.step.prove = lambda data, samples, cut: ways.append((cut, driver.step.recompute)) or Exactness()
+    driver.run("train", BATCH)
+    assert ways == [(True, ("a",)), (True, ())]
+    assert driver.step.done == [("train", BATCH, 4)]
+
+
+def test_a_smaller_last_batch_is_no_reason_to_plan_a_training_that_goes_well():
+    proposals = Proposals(planned(micro_batch_size=2, recompute=("a",)))
+    driver = driver_with(proposals, 1000, slope=10, settings=Settings(micro_batch_size=64))
+    for batch in (BATCH, BATCH, BATCH[:20], BATCH):
+        driver.run("train", batch)
+    assert proposals.asked == []
+    assert [pieces for _, _, pieces in driver.step.done] == [4, 4, 1, 4]
 
 
 def test_a_plan_may_be_to_apply_updates_in_place():

@@ -8,6 +8,7 @@ from test_driver import BATCH, driver_on, kinds
 from oomproof._backends.fake import FakeMemory, FakeShortageError, FakeStep
 from oomproof._training.driver import Driver
 from oomproof._training.settings import Settings
+from oomproof.errors import RecoveryFailedError
 
 
 def test_a_given_size_is_tried_as_it_was_said():
@@ -105,3 +106,29 @@ def test_one_sample_is_tried_twice_with_all_memory_free():
     assert tried[:2] == [1, 1]
     assert driver.step.done[0][1] == BATCH
     assert driver.step.done[0][2] < 10
+
+
+@pytest.mark.parametrize("phase", ["train", "test", "predict"])
+@pytest.mark.parametrize("fails", [1, 2])
+def test_a_batch_of_one_sample_is_tried_twice_with_all_memory_free(phase, fails, caplog):
+    driver = driver_on(10_000, slope=100)
+    real, left = driver.step._gradients, [fails]
+
+    def gradients(samples):
+        if left[0]:
+            left[0] -= 1
+            raise FakeShortageError("step")
+        real(samples)
+
+    driver.step._gradients = gradients
+    if fails == 1:
+        driver.run(phase, BATCH[:1])
+        assert driver.step.done == [(phase, BATCH[:1], 1)]
+        assert not driver.training.current.lean
+    elif phase == "train":
+        driver.run(phase, BATCH[:1])
+        assert driver.training.current.lean
+    else:
+        with pytest.raises(RecoveryFailedError, match="a library that does not work here"):
+            driver.run(phase, BATCH[:1])
+    assert "though 9.8 KiB are free: trying it once more" in caplog.records[0].message

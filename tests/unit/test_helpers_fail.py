@@ -10,6 +10,7 @@ import pytest
 from oomproof._backends.fake import FakeMemory, FakeShortageError, FakeStep
 from oomproof._machine import host
 from oomproof._planning import plan_cache
+from oomproof._records.exactness import Exactness
 from oomproof._records.plan import Plan
 from oomproof._training.driver import Driver
 from oomproof._training.helpers import in_a_line, optional
@@ -200,16 +201,18 @@ class Lazy(FakeStep):
         super()._gradients(samples)
 
 
-def test_a_plan_that_fails_when_it_is_first_run_is_dropped(caplog):
+@pytest.mark.parametrize("proven", [True, False])
+def test_a_plan_that_fails_when_it_is_first_run_is_dropped(proven, caplog, recwarn):
     plan = Plan(recompute=("a",), micro_batch_size=64)
     driver = driver_on(10_000, Settings(propose=lambda *_: plan), step=Lazy, slope=10)
-    with pytest.warns(InexactWarning, match="the proof could not run"):
-        driver.run("train", BATCH)
+    if proven:
+        driver.step.prove = lambda *_: Exactness()
+    driver.run("train", BATCH)
     assert [samples for _, samples, _ in driver.step.done] == [BATCH]
     assert driver.plan.recompute == ()
-    (line,) = warned(caplog)
-    assert "Recomputing parts of the model failed" in line
-    assert "no gradient for this segment" in line
+    (line,) = (r.message for r in caplog.records if "no gradient for this segment" in r.message)
+    assert ("Recomputing parts of the model failed" if proven else "the plan's recomputation is left out") in line
+    assert not [warning for warning in recwarn if warning.category is InexactWarning]
 
 
 def test_and_an_error_of_the_user_still_is_one(caplog):

@@ -4,9 +4,10 @@ import threading
 
 import pytest
 
-from oomproof._backends.fake import FakeMemory, FakeStep
+from oomproof._backends.fake import FakeMemory, FakeShortageError, FakeStep
 from oomproof._records import patience as patience_module
 from oomproof._records.patience import TookTooLongError, look_at_the_clock, patience
+from oomproof._simulators import one_at_a_time
 from oomproof._training.proving import Proving
 from oomproof._training.settings import Settings
 
@@ -66,3 +67,40 @@ def test_a_proof_that_takes_too_long_is_no_proof_and_stops_nobody(clock):
     found = Proving(SlowStep(memory), memory, Settings())(list(range(8)), 2)
     assert found.word == "not exact"
     assert "that was not proven, since it takes longer than 30 s" in str(found)
+
+
+def test_tries_with_fewer_samples_share_one_patience(clock):
+    tried = []
+
+    class ShortStep(FakeStep):
+        def prove(self, data, samples, cut):
+            tried.append(samples)
+            clock.now += 20
+            look_at_the_clock()
+            raise FakeShortageError("step")
+
+    memory = FakeMemory(1000)
+    found = Proving(ShortStep(memory), memory, Settings())(list(range(64)), 2)
+    assert len(tried) == 2
+    assert "longer than 30 s" in str(found)
+
+
+def test_who_estimates_in_another_thread_is_not_waited_for_beyond_that():
+    held, done = threading.Event(), threading.Event()
+
+    def estimate():
+        with one_at_a_time():
+            held.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=estimate)
+    thread.start()
+    held.wait(10)
+    try:
+        with patience(0.05), pytest.raises(TookTooLongError), one_at_a_time():
+            pass
+    finally:
+        done.set()
+        thread.join()
+    with patience(10), one_at_a_time(), one_at_a_time():
+        pass

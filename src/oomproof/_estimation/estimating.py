@@ -22,7 +22,7 @@ from oomproof._records.estimate import Estimate
 from oomproof._records.run import Phase
 from oomproof._records.trace import Buffer, Target, Workload
 from oomproof._records.units import tensor_bytes
-from oomproof._simulators import ONE_AT_A_TIME
+from oomproof._simulators import one_at_a_time
 from oomproof.errors import OomproofError, UnsupportedModelError
 
 
@@ -74,7 +74,7 @@ def _answered(asked: Asked, batch_size: int) -> _Answered:
     """Asks the engine for the step, and adds what is on the device beside it."""
     backend, card, model = current(), card_of(asked.gpu, asked.memory), asked.model
     target = Target(True, card.capability) if card is not None else Target()
-    with ONE_AT_A_TIME, computed_in(model, asked.precision) as policy:
+    with one_at_a_time(), computed_in(model, asked.precision) as policy:
         compiled = is_compiled(model, backend) if asked.jit is None else asked.jit
         workload = _workload(asked, batch_size, compiled, target, backend)
         question = Question(backend, model, workload, card)

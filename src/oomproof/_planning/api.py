@@ -17,7 +17,7 @@ from oomproof._planning.planner import Planner
 from oomproof._records.plan import Plan
 from oomproof._records.trace import Target
 from oomproof._records.units import parse_budget
-from oomproof._simulators import ONE_AT_A_TIME
+from oomproof._simulators import one_at_a_time
 
 
 def plan(
@@ -77,7 +77,7 @@ def plan(
     limit = usable if budget is None else parse_budget(budget, usable if named or _share(budget) else None)
     assert limit is not None
     planner = Planner(backend, model, levers, named_levers=not isinstance(allow, str), cache=cache)
-    with ONE_AT_A_TIME:
+    with one_at_a_time():
         target = Target(True, card.capability)
         workload = describe(model, batch_size, "train", is_compiled(model, backend), target, input_shape)
         return planner.make(dataclasses.replace(workload, guarded=True), limit)

@@ -156,7 +156,7 @@ class Planner:
         pieces = plan.micro_batch_size is not None
         step = dataclasses.replace(workload, x=x, y=y, recompute=plan.recompute, later_piece=pieces)
         look_at_the_clock()
-        with simulators.ONE_AT_A_TIME, computed_in(self._model, plan.precision):
+        with simulators.one_at_a_time(), computed_in(self._model, plan.precision):
             return simulators.trace(self._backend, self._model, step)
 
     def propose(self, data: Any, device: Device, limit: int, caution: float) -> Plan | None:
@@ -258,7 +258,7 @@ class Planner:
         step = self._backend.step(self._model)
         step.prepare(few, "train")
         before = step.loss(few, 1)
-        with simulators.ONE_AT_A_TIME, computed_in(self._model, precision):
+        with simulators.one_at_a_time(), computed_in(self._model, precision):
             return before, self._backend.step(self._model).loss(few, 1)
 
     def _is_plenty(self, workload: Workload, limit: int) -> bool:
@@ -280,7 +280,7 @@ class Planner:
 
     def _way(self, workload: Workload, *, own: bool = False, precision: str | None = None, speed: float = 1.0) -> Way:
         backend, model = self._backend, self._model
-        with simulators.ONE_AT_A_TIME, computed_in(model, precision) as policy:
+        with simulators.one_at_a_time(), computed_in(model, precision) as policy:
             trace = with_next_batch(simulators.trace(backend, model, workload), workload, _samples(workload), backend)
             look_at_the_clock()
             chain = chain_of(model, workload, trace, replay(trace).peak, backend)

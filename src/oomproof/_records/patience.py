@@ -42,6 +42,11 @@ def patience(seconds: float | None = None) -> Iterator[None]:
         _thread.end = None
 
 
+def time_left() -> float | None:
+    """Seconds until this thread gives up; `None` where it does not. Negative once it is late."""
+    return None if _thread.end is None else _thread.end - time.monotonic()
+
+
 def look_at_the_clock(ahead: float = 0.0) -> None:
     """Gives up where time is over, or will be before work is done that takes `ahead` seconds. Cheap.
 

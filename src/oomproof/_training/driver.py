@@ -9,7 +9,7 @@ import dataclasses
 import time
 import warnings
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from oomproof._backends.base import DeviceMemory, PendingStep, Shortage, Step
 from oomproof._records.exactness import Exactness, worse
@@ -29,6 +29,14 @@ from oomproof.errors import InexactWarning
 
 # An allocator that is nearly full waits for memory instead of failing. TensorFlow's waits ten seconds.
 _STALL_SECONDS = 8.0
+
+
+class _Attempt(NamedTuple):
+    """What came of running a batch. One that neither ran nor was short of memory is to be run in another way."""
+
+    ran: bool = False
+    result: Any = None
+    shortage: Shortage | None = None
 
 
 class Driver:
@@ -120,15 +128,16 @@ class Driver:
         self._foresight.before(batch)
         while True:
             pieces = self.training.pieces(batch)
-            if phase == "train" and (pieces > 1 or self.training.current.recompute):
-                self._prove(batch, pieces)
+            if phase == "train" and (pieces > 1 or self.training.current.recompute) and not self._prove(batch, pieces):
+                continue  # Now without what could not be proven.
             began = time.perf_counter()
-            result, shortage = self._attempt(batch, pieces)
-            if shortage is None:
+            attempt = self._attempt(batch, pieces)
+            if attempt.shortage is not None:
+                # Here the except block is left and its frames are gone, so memory can come back.
+                recover(self.training, self._foresight, batch, pieces, attempt.shortage, time.perf_counter() - began)
+            elif attempt.ran:
                 self.log.finished(phase, batch.size)
-                return result
-            # Here the except block is left and its frames are gone, so memory can come back.
-            recover(self.training, self._foresight, batch, pieces, shortage, time.perf_counter() - began)
+                return attempt.result
 
     def prepare(self, phase: Phase, data: Any) -> None:
         """Builds what is not built yet."""
@@ -157,7 +166,7 @@ class Driver:
             error = error.__cause__ or error.__context__
         return None
 
-    def _attempt(self, batch: Batch, pieces: int) -> tuple[Any, Shortage | None]:
+    def _attempt(self, batch: Batch, pieces: int) -> _Attempt:
         training, volume = self.training, batch.volume(pieces)
         # A whole batch that is known to fit is not measured again: it then costs what Keras's own step costs.
         known = training.measured[batch.phase].evidence.measured(volume)
@@ -171,15 +180,11 @@ class Driver:
             shortage = self.memory.shortage(error)
             if shortage is None and not self._blames_the_plan(batch, error):
                 raise
-            failed = True
-        else:
-            failed = False
-        if failed:
-            return (None, shortage) if shortage is not None else self._attempt(batch, pieces)
+            return _Attempt(shortage=shortage)
         if measured:
             peak = measure(training, batch, volume, before, went_through=True)
             self._watch_for_stalls(batch, pieces, peak, time.perf_counter() - began)
-        return result, None
+        return _Attempt(ran=True, result=result)
 
     def _blames_the_plan(self, batch: Batch, error: Exception) -> bool:
         """Whether a step that never ran is tried without what a plan of ours has it recompute: that may be at fault."""
@@ -187,7 +192,8 @@ class Driver:
         if batch.phase != "train" or not planned or not current.recompute or self.log.steps["train"]:
             return False
         with optional("Recomputing parts of the model"):
-            self.training.follow(dataclasses.replace(current.record(), recompute=()), batch)
+            self._stop_recomputing(batch)
+            self._foresight.plan_no_more()
             raise error
         return not current.recompute
 
@@ -210,18 +216,46 @@ class Driver:
 
     # Proofs
 
-    def _prove(self, batch: Batch, pieces: int) -> None:
-        """Before the first batch that is cut or recomputed: is it the training that was asked for?"""
+    def _prove(self, batch: Batch, pieces: int) -> bool:
+        """Before the first batch that is cut or recomputed: is it the training that was asked for?
+
+        Returns:
+            Whether the batch may run so. If not, it is now to run in another way.
+        """
         proofs, way = self.training.current.proofs, self.training.current.way(pieces)
         self._proven[way] += 1
         if way not in proofs:
-            self._note_proof(batch, way, self._proving(batch.data, pieces))
+            proven = self._proving(batch.data, pieces)
+            if not proven.holds and self._leaves_out_recomputation(batch, pieces, proven):
+                return False
+            self._note_proof(batch, way, proven)
         elif proofs[way].holds and (found := self._proving.again(batch.data, pieces, self._proven[way])):
             self._note_proof(batch, way, found)
         found = proofs[way]
         if not found.holds and self._settings.exact_only:
             raise messages.not_exact(batch.size, pieces, found.why)
         self.log.exactness = worse(self.log.exactness, found)
+        return True
+
+    def _leaves_out_recomputation(self, batch: Batch, pieces: int, proven: Exactness) -> bool:
+        """Goes on without the recomputation of a plan of ours, where that may be why a proof does not hold."""
+        current, plan = self.training.current, self.training.current.record()
+        ours = bool(current.recompute) and self._settings.start is None
+        if not ours or not (self._settings.exact_only or not self.step.caveats()):
+            return False
+        self._stop_recomputing(batch)
+        if pieces > 1:
+            current.proofs[current.way(pieces)] = found = self._proving(batch.data, pieces)
+            if not found.holds:
+                self.training.follow(plan, batch)  # Then it is cutting that is not exact.
+                return False
+        message = f"the plan's recomputation is left out: with it, training is {proven}"
+        self.log.note("note", batch.phase, batch.size, message)
+        self._foresight.plan_no_more()
+        return True
+
+    def _stop_recomputing(self, batch: Batch) -> None:
+        self.training.follow(dataclasses.replace(self.training.current.record(), recompute=()), batch)
 
     def _note_proof(self, batch: Batch, way: Way, found: Exactness) -> None:
         self.training.current.proofs[way] = found

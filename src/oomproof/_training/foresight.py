@@ -45,7 +45,8 @@ class Foresight:
 
     def before(self, batch: Batch) -> None:
         training = self._training
-        if batch.phase == "train" and not self._plans:
+        # Not in the middle of a training that goes well, such as for a smaller last batch.
+        if batch.phase == "train" and not self._plans and not training.log.steps["train"]:
             self._plan_first(batch)
         if training.pieces(batch) > 1:
             training.check_may_be_cut(batch)
@@ -98,8 +99,11 @@ class Foresight:
             if plan.predicted is not None:
                 self._expected = batch.volume(training.pieces(batch)), plan.predicted - sum(training.held(batch))
             return plan
-        self._plans = _REPLANS + 1  # What failed once is not asked again.
+        self.plan_no_more()  # What failed once is not asked again.
         return None
+
+    def plan_no_more(self) -> None:
+        self._plans = _REPLANS + 1
 
     def _try_small(self, batch: Batch, plan: Plan) -> None:
         """Tries a plan that leaves little room on small pieces first, and corrects it once if they take more than said.

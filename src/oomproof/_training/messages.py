@@ -13,6 +13,9 @@ from oomproof._records.units import format_bytes
 from oomproof._training.helpers import optional
 from oomproof.errors import BackendError, CannotFitError, RecoveryFailedError
 
+# With more than this share of all memory free nobody gives up at the first try, or blames memory alone.
+NEARLY_ALL = 0.8
+
 
 def _listed(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
@@ -116,10 +119,12 @@ def gave_up(
 ) -> RecoveryFailedError:
     room = "" if free is None or limit is None else f" with {format_bytes(free)} of {format_bytes(limit)} free"
     cut = "" if splittable else " Its tensors differ in their first dimension, so it is not cut."
+    advice = "Make inputs or layers smaller, use an optimizer with less state, or a device with more memory."
+    if free is not None and limit is not None and free > NEARLY_ALL * limit:
+        advice += " Nearly all memory is free, so the reason may also be a library that does not work here."
     return RecoveryFailedError(
         f"{what} does not fit on {device.name}{room}.{cut} Resident: {_listed(resident)}. "
         "The model and its optimizer are as they were before this batch and can be saved. "
-        "Make inputs or layers smaller, use an optimizer with less state, or a device with more memory. "
-        f"The framework said: {said}",
+        f"{advice} The framework said: {said}",
         diagnosis=_explained([said]),
     )

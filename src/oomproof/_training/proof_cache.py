@@ -16,7 +16,7 @@ from oomproof._backends.common.model import layers, own_modules
 from oomproof._planning import plan_cache
 
 # Counted up when proofs are made by other rules.
-_RULES = 1
+_RULES = 2
 
 
 class ProofCache:

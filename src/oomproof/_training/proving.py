@@ -95,12 +95,13 @@ class Proving:
         piece = largest_piece(self._step.batch_size(data), pieces)
         cut = [count for count in _SAMPLES if count <= max(_FEWEST, piece)]
         began = time.perf_counter()
-        for samples in cut if pieces > 1 else _SAMPLES_RECOMPUTED:
-            found = self._tried(lambda samples=samples: self._step.prove(data, samples, pieces > 1))
-            if found is not None:
-                if (seconds := time.perf_counter() - began) > _LONG:
-                    self._say(f"Proving that this is the same training took {seconds:.0f} s; that is done once.")
-                return found
+        with patience(self._seconds):
+            for samples in cut if pieces > 1 else _SAMPLES_RECOMPUTED:
+                found = self._tried(lambda samples=samples: self._step.prove(data, samples, pieces > 1))
+                if found is not None:
+                    if (seconds := time.perf_counter() - began) > _LONG:
+                        self._say(f"Proving that this is the same training took {seconds:.0f} s; that is done once.")
+                    return found
         return Exactness("not exact", ("there was too little memory to prove that it is",))
 
     def _tried(self, question: Any) -> Exactness | None:

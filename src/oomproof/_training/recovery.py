@@ -5,15 +5,13 @@ from __future__ import annotations
 from oomproof._backends.base import Shortage
 from oomproof._backends.pieces import largest_piece
 from oomproof._records.units import format_bytes
-from oomproof._training import piece_sizes
+from oomproof._training import messages, piece_sizes
 from oomproof._training.foresight import Foresight
 from oomproof._training.probing import probe
 from oomproof._training.training import Batch, Training
 
 # A size that needs at most this share of what is free should not have failed.
 _WITH_EASE = 0.6
-# With more than this share of all memory free nobody gives up at the first try.
-_NEARLY_ALL = 0.8
 
 
 def recover(
@@ -81,13 +79,21 @@ def _once_more(training: Training, batch: Batch, volume: int, free: int | None, 
     """
     measured = training.measured[batch.phase]
     need = measured.evidence.predict(volume)
-    if free is None or need is None or need > _WITH_EASE * free or volume in measured.retried:
+    if free is None or volume in measured.retried:
         return False
-    measured.retried.add(volume)
+    if need is None:
+        fits = volume <= batch.unit and _is_mostly_free(training, batch, free)
+        reason = "though"
+    else:
+        fits = need <= _WITH_EASE * free
+        reason = f"though by what was measured it needs {format_bytes(need)}, and"
+    if not fits:
+        return False
+    measured.retried |= {volume, batch.unit} if need is None else {volume}
     size = volume // batch.unit
     message = (
-        f"a piece of {size} of {batch.size} samples ran out of memory, though by what was measured it needs "
-        f"{format_bytes(need)}, and {format_bytes(free)} are free: trying it once more; nothing lost"
+        f"a piece of {size} of {batch.size} samples ran out of memory, {reason} "
+        f"{format_bytes(free)} are free: trying it once more; nothing lost"
     )
     training.log.note(
         "oom", batch.phase, batch.size, message, before=size, after=size, needed=need, free=free, seconds=seconds
@@ -98,7 +104,7 @@ def _once_more(training: Training, batch: Batch, volume: int, free: int | None, 
 def _is_mostly_free(training: Training, batch: Batch, free: int | None) -> bool:
     """Whether one sample that failed is tried again: nobody gives up with nearly all memory free at the first try."""
     limit, retried = training.allowance.limit, training.measured[batch.phase].retried
-    return free is not None and limit is not None and free > _NEARLY_ALL * limit and batch.unit not in retried
+    return free is not None and limit is not None and free > messages.NEARLY_ALL * limit and batch.unit not in retried
 
 
 def _may_be_the_update(training: Training, batch: Batch, volume: int) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -40,6 +42,32 @@ class PendingWrites(keras.StatelessScope):  # type: ignore[misc]
     def pending(self) -> list[tuple[Any, Any]]:
         """(variable, new value) of every write."""
         return [(variable, self.state_mapping[key]) for key, variable in self.written.items()]
+
+
+def to_the_end(write: Callable[[], None]) -> None:
+    """Writes all or, where Ctrl-C comes in between, all of it again: nothing stays half written."""
+    try:
+        write()
+    except BaseException:
+        write()
+        raise
+
+
+@contextlib.contextmanager
+def taken_back(put_back: Callable[[], None]) -> Iterator[None]:
+    """Puts back what is changed inside, whatever happens there or, by Ctrl-C, meanwhile."""
+    try:
+        try:
+            yield
+        except BaseException as error:
+            # The frames of what failed hold what it computed, and with it the memory that putting back may need.
+            traceback.clear_frames(error.__traceback__)
+            raise
+        finally:
+            put_back()
+    except BaseException:
+        put_back()
+        raise
 
 
 @dataclasses.dataclass
@@ -90,6 +118,9 @@ class Engine(Protocol):
 
     def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
         """A scope inside of the current one, in which the given variables have the given values."""
+
+    def changed(self, variables: Sequence[Any], change: Callable[[Any], Any]) -> AbstractContextManager[None]:
+        """While it lasts, variables are as `change` makes them, from arrays. Then as they were, whatever happened."""
 
     def drawing(self, rows: Rows, whole: bool | None = None) -> AbstractContextManager[None]:
         """While it lasts, the model draws what the whole batch would have drawn for these samples, where it can."""

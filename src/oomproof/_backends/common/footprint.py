@@ -36,9 +36,14 @@ def bytes_of_outputs(model: Any, samples: int) -> int | None:
             total += sum(sizes[: len(call.node.outputs)])
             if isinstance(call.operation, _ATTENTION):
                 total += _of_attention(call.operation, samples, call.node.input_tensors)
-            kernel = math.prod(getattr(call.operation, "kernel_size", ()) or (0,))
-            workspace = max(workspace, 2 * kernel * max(sizes))
+            workspace = max(workspace, 2 * _kernel(call.operation) * max(sizes))
     return total + workspace if found else None
+
+
+def _kernel(operation: Any) -> int:
+    """Numbers in a kernel, 0 where there is none. A layer has its size for each dimension, an operation as it came."""
+    size = getattr(operation, "kernel_size", 0)
+    return math.prod(size) if isinstance(size, (tuple, list)) else int(size or 0) ** 2
 
 
 def _is_closed(operation: Any) -> bool:

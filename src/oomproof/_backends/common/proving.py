@@ -95,7 +95,8 @@ def compared(step: Provable, data: Any, pieces: int) -> Comparison:
     with _plain(step.engine):
         asked = _named(step, names, step.step_values(data, 1))
     # The step in question takes as long at least.
-    look_at_the_clock(ahead=time.monotonic() - began)
+    took = time.monotonic() - began
+    look_at_the_clock(ahead=took)
     with emulating(step.engine):
         made = _named(step, names, step.step_values(data, pieces))
     # With no rounding seen, less passes for rounding: only what differs like this is worth another step, and only what
@@ -104,6 +105,7 @@ def compared(step: Provable, data: Any, pieces: int) -> Comparison:
     found = proof.disagreements(asked, made, others, before, tolerated, owners)
     for rounded in (_reordered, _shaken):
         if found:
+            look_at_the_clock(ahead=took)
             with _plain(step.engine), emulating(step.engine):
                 others.append(rounded(step, names, data, asked, tolerated))
             found = proof.disagreements(asked, made, others, before, tolerated, owners)
@@ -124,19 +126,15 @@ def _shaken(step: Provable, names: _Names, data: Any, asked: proof.Values, epsil
     samples, and a unit may then work that did not.
     """
     rng = np.random.default_rng(0)
-    weights = [v for v in step.model.trainable_weights if _is_ordinary(v)]
-    kept = [np.array(ops.convert_to_numpy(v._value)) for v in weights]
-    try:
-        for variable, value in zip(weights, kept, strict=True):
-            # Half of what numbers are apart, but not less than what the weight's own are.
-            own = epsilon if value.dtype.itemsize < 4 else float(np.finfo(value.dtype).eps)
-            most = max(epsilon / 2, own)
-            off = 1 + most * rng.choice((-1.0, 1.0), size=value.shape)
-            variable.assign((value.astype(float) * off).astype(value.dtype))
+
+    def shaken(value: Any) -> Any:
+        # Half of what numbers are apart, but not less than what the weight's own are.
+        own = epsilon if value.dtype.itemsize < 4 else float(np.finfo(value.dtype).eps)
+        off = 1 + max(epsilon / 2, own) * rng.choice((-1.0, 1.0), size=value.shape)
+        return (value.astype(float) * off).astype(value.dtype)
+
+    with step.engine.changed([v for v in step.model.trainable_weights if _is_ordinary(v)], shaken):
         found = _named(step, names, step.step_values(data, 1))
-    finally:
-        for variable, value in zip(weights, kept, strict=True):
-            variable.assign(value)
     # Weights that began elsewhere end elsewhere.
     moved = {names[id(variable)][1] for variable in step.model.trainable_weights}
     return proof.nearer(asked, {name: value for name, value in found.items() if name not in moved})

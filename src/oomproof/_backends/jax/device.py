@@ -10,6 +10,7 @@ import re
 from typing import Any, NamedTuple
 
 import jax
+import keras
 
 from oomproof._backends.base import MemoryUse, Shortage
 from oomproof._backends.common.errors import forget_last_error, without_frames
@@ -52,6 +53,19 @@ class Room(NamedTuple):
 
     all: int
     free: int
+
+
+def host_for_proofs() -> Any:
+    """The host, where there is room for samples that are looked at; `None` where JAX cannot compute there.
+
+    It knows no host where JAX_PLATFORMS leaves it out, and a model on several devices stays there.
+    """
+    if keras.distribution.distribution() is not None:
+        return None
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 class JaxMemory:

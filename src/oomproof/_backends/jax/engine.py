@@ -15,12 +15,14 @@ from jax.experimental import sparse
 from keras import tree
 
 from oomproof._backends.common.drawing import RandomNumbers
-from oomproof._backends.common.engine import Compute, Outcome, PendingWrites, Piece
+from oomproof._backends.common.engine import Compute, Outcome, PendingWrites, Piece, taken_back
 from oomproof._backends.common.model import first_tensor, fixed_regularisers, overwritten
 from oomproof._backends.common.predictions import insist
 from oomproof._backends.common.recompute import recomputing
+from oomproof._backends.jax.device import host_for_proofs
 from oomproof._backends.jax.draws import JaxRandom
 from oomproof._backends.jax.host_batches import is_on_host, to_device
+from oomproof._backends.jax.state import assign
 from oomproof._backends.pieces import largest_piece
 from oomproof._compat.keras import get_stateless_scope, is_in_jax_tracing_scope
 from oomproof._records.patience import look_at_the_clock
@@ -43,10 +45,19 @@ class JaxEngine(RandomNumbers):
 
     @property
     def multiplies_coarsely(self) -> bool:
-        return False  # Proofs run on the host.
+        return jax.default_backend() != "cpu" and host_for_proofs() is None
 
     def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
         return PendingWrites.within(state)
+
+    @contextlib.contextmanager
+    def changed(self, variables: Sequence[Any], change: Callable[[Any], Any]) -> Iterator[None]:
+        before = [(variable, variable._value) for variable in variables]
+        with taken_back(lambda: assign(before)):
+            for variable, value in before:
+                # On the host, where proofs run, so that nothing can be short of memory on the device.
+                variable._value = jax.device_put(change(np.asarray(value)), host_for_proofs() or value.sharding)
+            yield
 
     def call(self, x: Any, training: bool) -> Any:
         """By stateless_call, as in Keras's own step: what is written to other than non-trainable variables is lost."""

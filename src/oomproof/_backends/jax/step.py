@@ -30,10 +30,10 @@ from oomproof._backends.common.proving import StepValues
 from oomproof._backends.common.step import ModelStep
 from oomproof._backends.jax import host_batches
 from oomproof._backends.jax.compiled import EscapedTensorError, Program, signature
-from oomproof._backends.jax.device import JaxMemory
+from oomproof._backends.jax.device import JaxMemory, host_for_proofs
 from oomproof._backends.jax.engine import JaxEngine
 from oomproof._backends.jax.pending_steps import PendingStep
-from oomproof._backends.jax.state import LiveState, live_state
+from oomproof._backends.jax.state import LiveState, assign, live_state
 from oomproof._backends.pieces import piece_count
 from oomproof._compat.jax import on_host
 from oomproof._records.run import Phase
@@ -109,13 +109,13 @@ class JaxStep(ModelStep):
         updates = list(zip(program.written, values, strict=True))
         if not believed:
             program.proven = True
-            _assign(updates)
+            assign(updates)
             return logs
         before = [(variable, variable._value) for variable in program.written]
         pending = PendingStep((phase, data, spec), before, outcome, logs, self.settle, program.needs())
         self._memory.pending += 1
         self._pending.append(pending)
-        _assign(updates)
+        assign(updates)
         return pending.logs()
 
     def wait_for_pending(self, everything: bool) -> list[PendingStep]:
@@ -132,7 +132,7 @@ class JaxStep(ModelStep):
                 failed, self._pending = self._pending, []
                 self._memory.pending -= len(failed)
                 for later in reversed(failed):
-                    _assign(later.before)
+                    assign(later.before)
                 return failed
             self._pending.pop(0)
             self._memory.pending -= 1
@@ -150,7 +150,7 @@ class JaxStep(ModelStep):
             except Exception as error:
                 error.where = "commit"  # type: ignore[attr-defined]
                 raise
-        _assign(updates)
+        assign(updates)
         return logs
 
     def predict(self, data: Any, pieces: int, spec: Any = None) -> Any:
@@ -173,7 +173,7 @@ class JaxStep(ModelStep):
             return jax.tree.map(np.asarray, outputs(piece, *within))
 
         found = outputs(data) if pieces == 1 else predicted(on_host, self.batch_size(data), pieces, np.concatenate)
-        _assign(updates)
+        assign(updates)
         return found
 
     def probe(self, data: Any, samples: int, phase: Phase) -> None:
@@ -206,7 +206,7 @@ class JaxStep(ModelStep):
             new_weights, new_slots = jax.block_until_ready(program(slots, gradients, weights))
         except BaseException:
             if copies:
-                _assign([(v, _back(copy, v._value)) for v, copy in zip(variables, copies, strict=True)])
+                assign([(v, _back(copy, v._value)) for v, copy in zip(variables, copies, strict=True)])
             raise
         program.proven = True
         return list(zip(variables, [*new_weights, *new_slots], strict=True))
@@ -285,7 +285,7 @@ class JaxStep(ModelStep):
         program, run = self._values_program(data, pieces)
         values = program.values()
         # On the host there is room for it, and compiling for it takes seconds.
-        host = jax.local_devices(backend="cpu")[0] if keras.distribution.distribution() is None else None
+        host = host_for_proofs()
         if host is not None:
             values, data = jax.device_put((values, data), host)
         with jax.default_device(host), on_host() if host is not None else contextlib.nullcontext(), self.as_traced():
@@ -365,17 +365,6 @@ def _quickly_compiled() -> dict[str, Any] | None:
         except Exception:  # Whatever it raises for an option that it does not know.
             continue
     return None
-
-
-def _assign(updates: list[tuple[Any, Any]]) -> None:
-    """Moves pointers. Begun again when Ctrl-C comes in between, so that all of it is done or none."""
-    try:
-        for variable, value in updates:
-            variable._value = value
-    except BaseException:
-        for variable, value in updates:
-            variable._value = value
-        raise
 
 
 def _back(copy: Any, lost: Any) -> Any:

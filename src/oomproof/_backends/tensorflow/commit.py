@@ -6,16 +6,22 @@ the host, so that a failure, or Ctrl-C, in the middle is undone.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from oomproof._backends.common.engine import taken_back, to_the_end
 from oomproof._backends.common.model import written_by_update
 from oomproof._backends.tensorflow.writes import COMMIT_SCOPE
+from oomproof.errors import BackendError
 
+# A variable and the value it had.
+_Kept = tuple[tf.Variable, np.ndarray[Any, Any]]
 _RESTORED_AT_ONCE = 2**20
 
 
@@ -37,11 +43,9 @@ def commit_leanly(
     variables = [*(variable for variable, _ in pending), *(model.trainable_variables if gradients else ())]
     if gradients:
         variables += written_by_update(optimizer)
-    journal: list[tuple[tf.Variable, np.ndarray[Any, Any]]] = []
+    journal: list[_Kept] = []
     try:
-        for variable in variables:
-            # np.array around it: on the CPU .numpy() alone may share the variable's memory.
-            journal.append((variable._value, np.array(variable._value.numpy())))
+        journal = _journal(variable._value for variable in variables)
         if gradients:
             with tf.name_scope(COMMIT_SCOPE):
                 apply(list(gradients))
@@ -57,15 +61,52 @@ def commit_leanly(
         raise
 
 
-def _put_back(journal: Sequence[tuple[tf.Variable, np.ndarray[Any, Any]]]) -> None:
-    """Restores what has changed. What the update did not reach is left alone: that needs no memory."""
-    for variable, value in journal:
-        if variable.numpy().tobytes() == value.tobytes():
-            continue
+@contextlib.contextmanager
+def changed(variables: Sequence[tf.Variable], change: Callable[[Any], Any]) -> Iterator[None]:
+    """While it lasts, variables are as `change` makes them. Then they are put back, whatever happened."""
+    journal = _journal(variables)
+    with taken_back(lambda: _put_back(journal)):
+        for variable, value in journal:
+            variable.assign(change(value))
+        yield
+
+
+def _journal(variables: Iterable[tf.Variable]) -> list[_Kept]:
+    # np.array around it: on the CPU .numpy() alone may share the variable's memory.
+    return [(variable, np.array(variable.numpy())) for variable in variables]
+
+
+def _put_back(journal: Sequence[_Kept]) -> None:
+    """Restores what has changed. What the update did not reach is left alone: that needs no memory.
+
+    Raises:
+        BackendError: Some of it could not be restored, so nobody may go on.
+    """
+    left: list[_Kept] = []
+
+    def restore() -> None:
+        left[:] = [(variable, value) for variable, value in journal if not _is_restored(variable, value)]
+
+    to_the_end(restore)
+    if left:
+        to_the_end(restore)  # Memory may have come back meanwhile.
+    if left:
+        raise BackendError(
+            f"Memory ran out, and {len(left)} of {len(journal)} variables could not be put back to what they were: "
+            "there is not even 1 MiB to copy them with. Do not use this model any more: load your last checkpoint."
+        )
+
+
+def _is_restored(variable: tf.Variable, value: np.ndarray[Any, Any]) -> bool:
+    if variable.numpy().tobytes() == value.tobytes():
+        return True
+    for write in (variable.assign, functools.partial(_overwrite, variable)):
         try:
-            variable.assign(value)
+            write(value)
+            return True
         except tf.errors.OpError:
-            _overwrite(variable, value)
+            continue
+    return False
 
 
 def _overwrite(variable: tf.Variable, value: np.ndarray[Any, Any]) -> None:

@@ -14,6 +14,7 @@ from oomproof._backends.common.drawing import RandomNumbers
 from oomproof._backends.common.engine import Compute, Outcome, Piece
 from oomproof._backends.common.model import call, first_tensor, overwritten
 from oomproof._backends.common.recompute import recomputing
+from oomproof._backends.tensorflow.commit import changed
 from oomproof._backends.tensorflow.draws import TensorFlowRandom
 from oomproof._backends.tensorflow.pieces import finished, number_of_pieces, over_pieces, pick, size_of, take
 from oomproof._backends.tensorflow.size_checks import insist
@@ -60,6 +61,9 @@ class TensorFlowEngine(RandomNumbers):
 
     def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
         return PendingWrites(self.model.trainable_variables, state)
+
+    def changed(self, variables: Sequence[Any], change: Callable[[Any], Any]) -> AbstractContextManager[None]:
+        return changed([variable._value for variable in variables], change)
 
     def call(self, x: Any, training: bool) -> Any:
         with recomputing(self.model, self.recompute if training else (), self):

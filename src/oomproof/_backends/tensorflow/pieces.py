@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from keras import tree
 
@@ -314,3 +315,13 @@ def _traced_once(piece: Piece, bounds: Callable[[Any], tuple[Any, Any]], state: 
         # Nothing more can be computed from them outside of this graph.
         outcome.gradients = [_widened(gradient) for gradient in outcome.gradients]
         return outcome
+
+
+def joined(leaves: Sequence[Any]) -> Any:
+    """Predictions of pieces, those that came to the host put together there."""
+    if isinstance(leaves[0], np.ndarray):
+        with tf.device("CPU:0"):
+            return tf.convert_to_tensor(np.concatenate(leaves, axis=0))
+    if isinstance(leaves[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(leaves))
+    return tf.concat(list(leaves), axis=0)

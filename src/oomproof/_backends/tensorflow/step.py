@@ -20,15 +20,17 @@ from oomproof._backends.common.phases import Phases
 from oomproof._backends.common.predictions import predicted
 from oomproof._backends.common.proving import StepValues
 from oomproof._backends.common.step import ModelStep
+from oomproof._backends.tensorflow.beside import BesideDevice
 from oomproof._backends.tensorflow.commit import commit_leanly
 from oomproof._backends.tensorflow.device import bound_kernel_search, fits_op_by_op
 from oomproof._backends.tensorflow.engine import TensorFlowEngine
-from oomproof._backends.tensorflow.pieces import on_host, placeholders, take
+from oomproof._backends.tensorflow.pieces import joined, on_host, placeholders, take
 from oomproof._backends.tensorflow.size_checks import refusing
 from oomproof._backends.tensorflow.sparse_rows import clips, how_rows_join, mixed_rows_caveat
 from oomproof._backends.tensorflow.untracked import caveats, unchanged, written_outside
 from oomproof._backends.tensorflow.writes import PendingWrites, apply_gradients, commit
 from oomproof._records.exactness import Exactness
+from oomproof._records.patience import TookTooLongError
 from oomproof._records.run import Phase
 from oomproof._records.units import tensor_bytes
 
@@ -65,7 +67,9 @@ class TensorFlowStep(ModelStep):
         self._traced: dict[Any, Any] = {}
         self._specs: dict[str, Any] = {}
         self._pending: dict[bool, list[Any]] = {}
-        self._only_in_graphs = False
+        # Whether samples are looked at in graphs alone, by whether that is on the host.
+        self._only_in_graphs: set[bool] = set()
+        self._beside_device = BesideDevice()
         self._rows_known = False
         self._mixed_rows: list[str] = []
         # Variables that are not Keras's and are written by the model; unknown before somebody asks.
@@ -156,7 +160,7 @@ class TensorFlowStep(ModelStep):
             # Straight to the host: the predictions of the whole batch need not be on the device at once.
             return tree.map_structure(_to_host, self._run(task, piece, 1, self._open_spec(piece), within=within))
 
-        return predicted(outputs, batch_size, pieces, _concat)
+        return predicted(outputs, batch_size, pieces, joined)
 
     def probe(self, data: Any, samples: int, phase: Phase) -> None:
         few = take(data, 0, samples)
@@ -170,8 +174,7 @@ class TensorFlowStep(ModelStep):
 
     def _examine(self, data: Any) -> None:
         self._written_outside(data)
-        with tf.device("CPU:0"):  # Where a piece fits, the samples that are looked at need not.
-            super()._examine(data)
+        self._beside_device(lambda: super(TensorFlowStep, self)._examine(data))
 
     def _learn_rows(self, data: Any) -> None:
         """How the rows of sparse gradients go together from pieces. Runs the loss as training does."""
@@ -194,8 +197,12 @@ class TensorFlowStep(ModelStep):
 
     def _rows_of_gradients(self, data: Any) -> list[Any]:
         """Which rows each sparse gradient of a batch has; `None` for one that is dense."""
-        with self.as_traced(), self.engine.scope(), tf.device("CPU:0"):
-            gradients, _ = self._phases().whole(data, True)
+
+        def look() -> list[Any]:
+            with self.as_traced(), self.engine.scope():
+                return list(self._phases().whole(data, True)[0])
+
+        gradients = self._beside_device(look)
         return [g.indices.numpy().tolist() if isinstance(g, tf.IndexedSlices) else None for g in gradients]
 
     @property
@@ -214,19 +221,23 @@ class TensorFlowStep(ModelStep):
         """Op by op, since a program for so few samples would be traced for this alone; traced where that fails."""
         if pieces > 1:
             self._learn_rows(data)
-        where = None if fits_op_by_op(self.model, self.batch_size(data)) else "CPU:0"
-        with unchanged(self._written_outside(data)), tf.device(where):
+
+        def look() -> StepValues:
             return self._values(data, pieces) if self._eager else self._values_outside_of_steps(data, pieces)
 
+        with unchanged(self._written_outside(data)):
+            return look() if fits_op_by_op(self.model, self.batch_size(data)) else self._beside_device(look)
+
     def _values_outside_of_steps(self, data: Any, pieces: int) -> StepValues:
-        if not self._only_in_graphs:
+        where = self._beside_device.on_host
+        if where not in self._only_in_graphs:
             try:
                 return self._values(data, pieces)
-            except tf.errors.ResourceExhaustedError:
+            except (TookTooLongError, tf.errors.ResourceExhaustedError):
                 raise
             except Exception as error:
                 logger.debug(f"oomproof: not op by op: {error!r}")
-                self._only_in_graphs = True
+                self._only_in_graphs.add(where)
         found: list[StepValues] = []
 
         def traced(data: Any) -> Any:
@@ -383,12 +394,3 @@ def _number(number: int) -> tf.Tensor:
 
 def _to_host(tensor: Any) -> Any:
     return np.array(tensor) if isinstance(tensor, tf.Tensor) else tensor
-
-
-def _concat(leaves: Sequence[Any]) -> Any:
-    if isinstance(leaves[0], np.ndarray):
-        with tf.device("CPU:0"):
-            return tf.convert_to_tensor(np.concatenate(leaves, axis=0))
-    if isinstance(leaves[0], tf.SparseTensor):
-        return tf.sparse.concat(0, list(leaves))
-    return tf.concat(list(leaves), axis=0)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from oomproof._backends.common.engine import taken_back, to_the_end
 from oomproof._backends.common.model import written_by_update
 from oomproof._backends.torch.writes import settled, write
 from oomproof._compat.torch import cloned, updates_all_at_once
@@ -75,16 +76,6 @@ class Commit:
             error.__dict__[_MARK] = True
             raise
 
-    @contextlib.contextmanager
-    def undone(self, variables: Sequence[Any]) -> Iterator[None]:
-        """Whatever is written to the variables meanwhile is taken back."""
-        values = [variable._value for variable in variables]
-        journal = [value.detach().to("cpu", copy=True) for value in values]
-        try:
-            yield
-        finally:
-            _put_back(values, journal)
-
     def _copied_to_host(self, variables: Sequence[Any]) -> list[Any]:
         """Copies on the host, in memory that is kept for the next update."""
         for variable in variables:
@@ -97,11 +88,24 @@ class Commit:
         return copies
 
 
+@contextlib.contextmanager
+def undone(variables: Sequence[Any]) -> Iterator[None]:
+    """Whatever is written to the variables meanwhile is taken back."""
+    values = [variable._value for variable in variables]
+    journal = [value.detach().to("cpu", copy=True) for value in values]
+    with taken_back(lambda: _put_back(values, journal)):
+        yield
+
+
 def _put_back(values: Sequence[Any], journal: Sequence[Any]) -> None:
     """Nothing was written before the journal was complete, so without one there is nothing to do."""
-    with torch.no_grad():
-        for value, old in zip(values, journal, strict=False):
-            value.copy_(old)
+
+    def copy() -> None:
+        with torch.no_grad():
+            for value, old in zip(values, journal, strict=False):
+                value.copy_(old)
+
+    to_the_end(copy)
 
 
 def _unique(variables: Sequence[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from keras import tree
+from keras import ops, tree
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from oomproof._backends.common.call_graph import graph_of
@@ -19,6 +19,7 @@ from oomproof._backends.common.engine import Compute, Outcome, Piece
 from oomproof._backends.common.model import call, first_tensor, layers, overwritten, statistics_layers
 from oomproof._backends.common.predictions import insist
 from oomproof._backends.common.recompute import Rewiring
+from oomproof._backends.torch.commit import undone
 from oomproof._backends.torch.draws import TorchRandom
 from oomproof._backends.torch.untracked import OutsideState
 from oomproof._backends.torch.writes import Gradients, PendingWrites
@@ -66,6 +67,13 @@ class TorchEngine(RandomNumbers):
 
     def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
         return PendingWrites.within(state)
+
+    @contextlib.contextmanager
+    def changed(self, variables: Sequence[Any], change: Callable[[Any], Any]) -> Iterator[None]:
+        with undone(variables):
+            for variable in variables:
+                variable.assign(change(ops.convert_to_numpy(variable._value)))
+            yield
 
     def call(self, x: Any, training: bool) -> Any:
         segments = self.recompute if training else ()

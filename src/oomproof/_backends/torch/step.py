@@ -15,7 +15,7 @@ from oomproof._backends.common.model import caveat_of_statistics, seed_variables
 from oomproof._backends.common.predictions import predicted
 from oomproof._backends.common.proving import StepValues
 from oomproof._backends.common.step import ModelStep
-from oomproof._backends.torch.commit import Commit
+from oomproof._backends.torch.commit import Commit, undone
 from oomproof._backends.torch.device import is_lost, says_memory
 from oomproof._backends.torch.engine import TorchEngine, as_tensor, take
 from oomproof._backends.torch.lost_device import lost_device
@@ -133,7 +133,7 @@ class TorchStep(ModelStep):
             kept = [g if g is None else g.cpu().clone() for g in gradients]
             variables = [*(v for v, _ in pending), *(weights if gradients else ())]
             variables += written_by_update(self.model.optimizer) if gradients else ()
-            with self._commit.undone(variables):
+            with undone(variables):
                 self._commit(weights, gradients, pending, lean=True)
                 written = {id(v): (v, v._value.detach().cpu().clone()) for v in variables}
             found.append(StepValues(kept, list(written.values()), logs))
