@@ -179,6 +179,8 @@ def test_not_even_one_sample_fits(answers):
     found = answers("hopeless")
     assert found["message"].startswith("A piece of 1 of 8 samples does not fit on CPU:0")
     assert "Resident: weights" in found["message"]
+    # What was asked for, and not the first words of a long text.
+    assert "alloc" in found["message"].split("The framework said: ")[1]
     errors = {"tensorflow": "ResourceExhaustedError", "jax": "JaxRuntimeError", "torch": "RuntimeError"}
     assert found["cause"] == errors[BACKEND]
     assert found["moved"] == []

@@ -129,6 +129,6 @@ def test_a_batch_of_one_sample_is_tried_twice_with_all_memory_free(phase, fails,
         driver.run(phase, BATCH[:1])
         assert driver.training.current.lean
     else:
-        with pytest.raises(RecoveryFailedError, match="a library that does not work here"):
+        with pytest.raises(RecoveryFailedError, match="A piece of 1 of 1 samples does not fit"):
             driver.run(phase, BATCH[:1])
     assert "though 9.8 KiB are free: trying it once more" in caplog.records[0].message

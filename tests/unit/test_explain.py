@@ -286,6 +286,10 @@ def test_refusals_carry_a_diagnosis() -> None:
     gave_up = messages.gave_up("A piece", device, GIB, 16 * GIB, True, {"weights": GIB}, said)
     assert gave_up.diagnosis is not None
     assert gave_up.diagnosis.tensor_shape == (9, 9)
+    # Libraries say so, too, where they are not installed as they should be.
+    hidden = "No algorithm worked! Error messages: none"
+    texts = [str(messages.gave_up("A piece", device, free * GIB, 16 * GIB, True, {}, hidden)) for free in (1, 15)]
+    assert ["a library that does not work here" in text for text in texts] == [False, True]
     for refused in (
         messages.model_does_not_fit(device, {"weights": GIB}, said),
         messages.budget_below_resident(GIB, {"weights": 2 * GIB}),

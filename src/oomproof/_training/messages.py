@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from oomproof.errors import BackendError, CannotFitError, RecoveryFailedError
 
 # With more than this share of all memory free nobody gives up at the first try, or blames memory alone.
 NEARLY_ALL = 0.8
+# They say the same where they are not installed as they should be.
+_LIBRARIES = re.compile("cudnn|cublas|cusolver|algorithm", re.IGNORECASE)
 
 
 def _listed(sizes: Mapping[str, int]) -> str:
@@ -120,7 +123,7 @@ def gave_up(
     room = "" if free is None or limit is None else f" with {format_bytes(free)} of {format_bytes(limit)} free"
     cut = "" if splittable else " Its tensors differ in their first dimension, so it is not cut."
     advice = "Make inputs or layers smaller, use an optimizer with less state, or a device with more memory."
-    if free is not None and limit is not None and free > NEARLY_ALL * limit:
+    if free is not None and limit is not None and free > NEARLY_ALL * limit and _LIBRARIES.search(said):
         advice += " Nearly all memory is free, so the reason may also be a library that does not work here."
     return RecoveryFailedError(
         f"{what} does not fit on {device.name}{room}.{cut} Resident: {_listed(resident)}. "

@@ -92,7 +92,7 @@ class TensorFlowMemory:
             return None
         asked = _XLA_REQUEST.search(text)
         return Shortage(
-            text=text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__,
+            text=_telling_line(text) or type(error).__name__,
             where="commit" if COMMIT_SCOPE in text else "step",
             needed=int(asked[1]) if asked else None,
             error=without_frames(error),
@@ -104,6 +104,12 @@ class TensorFlowMemory:
         use = self.usage() if _PERHAPS_MEMORY.search(text) else None
         # The peak: much of what the failed step held is free again by now.
         return use is not None and self._limit is not None and use.peak > _NEARLY_FULL * self._limit
+
+
+def _telling_line(text: str) -> str:
+    """What ran out: a graph tells first where in the user's code the op was made."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next(filter(_OUT_OF_MEMORY.search, lines), lines[0] if lines else "")[:300]
 
 
 def fits_op_by_op(model: Any, samples: int) -> bool:
