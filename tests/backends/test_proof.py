@@ -324,6 +324,33 @@ def test_and_made_anew_for_another_loss(monkeypatch):
     assert len(set(asked)) == 2
 
 
+class Scaled(layers.Layer):
+    """Its settings are nowhere to be read."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def call(self, x):
+        return self.by * x
+
+
+def own_activation(x):
+    return ops.tanh(x)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [lambda: Scaled(2.0), lambda: layers.Lambda(lambda x: 2 * x), lambda: layers.Dense(4, activation=own_activation)],
+    ids=["layer", "lambda", "activation"],
+)
+def test_what_depends_on_code_of_the_users_is_not_remembered(own, monkeypatch):
+    asked = []
+    monkeypatch.setattr(proof_cache.ProofCache, "remember", lambda self, key, facts: asked.append(key))
+    assert trained(lambda: classifier(own()), numbers(BATCH), classes(BATCH)).exactness == Exactness()
+    assert not asked
+
+
 def test_a_proof_that_cannot_run_breaks_no_training(monkeypatch):
     monkeypatch.setattr("oomproof._backends.common.step.proven", lambda *_, **__: 1 / 0)
     run = trained(classifier, numbers(BATCH), classes(BATCH))

@@ -3,11 +3,13 @@
 import keras
 import numpy as np
 import pytest
-from here import only
+from here import BACKEND, only
 from keras import layers, ops
-from models import BATCH, STEPS, WORDS, classes, classifier, made, numbers, words
+from models import BATCH, FEATURES, STEPS, WORDS, classes, classifier, compiled, made, numbers, words
+from test_proof import trained
 
 import oomproof
+from oomproof._records.exactness import Exactness
 
 
 @pytest.fixture(autouse=True)
@@ -192,3 +194,74 @@ def test_a_layer_with_a_weight_for_each_sample_is_refused():
     oomproof.guard(model, micro_batch_size=3)
     with pytest.raises(oomproof.CannotFitError, match="batches of 8 alone"):
         model.fit(np.zeros((8, 2), "float32"), np.zeros((8, 1), "float32"), batch_size=8, verbose=0)
+
+
+class Compared(layers.Layer):
+    """Each sample with the next one."""
+
+    def call(self, x):
+        return x - ops.roll(x, 1, axis=0)
+
+
+def test_a_model_that_depends_on_the_order_of_samples_is_caught(monkeypatch):
+    """By the proof itself: another order gives another outcome, which must not pass for rounding."""
+    monkeypatch.setattr("oomproof._backends.common.step.ModelStep.look", lambda *_, **__: None)
+    run = trained(lambda: classifier(Compared()), numbers(BATCH), classes(BATCH))
+    assert run.exactness.word == "not exact"
+    assert "depends on the order of the samples" in str(run.exactness)
+
+
+class MixingMany(layers.Layer):
+    """Mixes samples where there are more of them than in a proof or in a piece."""
+
+    def call(self, x):
+        mean = ops.mean(x, axis=0, keepdims=True)
+        return x - ops.cast(ops.sum(ops.ones_like(x[:, 0])) > 7, x.dtype) * mean
+
+
+def test_what_begins_with_more_samples_than_a_piece_has_is_seen_in_two_pieces():
+    run = trained(lambda: classifier(MixingMany()), numbers(BATCH), classes(BATCH))
+    assert run.exactness.word == "not exact"
+    assert "larger ones" in str(run.exactness)
+
+
+def test_an_output_about_all_samples_of_a_batch_is_refused():
+    def build():
+        first, second = layers.Input((FEATURES,)), layers.Input((FEATURES,))
+        similar = ops.matmul(layers.Dense(4)(first), ops.transpose(layers.Dense(4)(second)))
+        return compiled(keras.Model([first, second], similar), loss=lambda y, p: ops.mean(p, axis=-1))
+
+    with pytest.raises(oomproof.UnsupportedModelError, match="2 × 2 for fewer"):
+        trained(build, [numbers(BATCH), numbers(BATCH)], np.zeros((BATCH, 1), "float32"))
+
+
+class ForGraphs(layers.Layer):
+    """Fails op by op."""
+
+    def call(self, x):
+        if BACKEND == "tensorflow" and not isinstance(x, keras.KerasTensor):
+            import tensorflow as tf
+
+            assert not tf.executing_eagerly()
+        return x
+
+
+def test_a_model_that_runs_in_graphs_alone():
+    assert trained(lambda: classifier(ForGraphs()), numbers(BATCH), classes(BATCH)).exactness == Exactness()
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("recompute", [(), ("drops",), ("conv1d..drops",)])
+@pytest.mark.parametrize("micro", [None, 5])
+def test_a_dropout_is_found_again_in_pieces_and_when_it_is_recomputed(seed, recompute, micro):
+    """On torch one without a seed draws from another generator, and by where a convolution leaves its numbers."""
+
+    def build():
+        inner = [layers.Conv1D(4, 2, name="conv1d"), layers.Dropout(0.4, seed=seed, name="drops"), layers.Flatten()]
+        return compiled(keras.Sequential([keras.Input((STEPS, 2)), *inner, layers.Dense(3, "softmax")]))
+
+    data = np.random.default_rng(0).normal(size=(BATCH, STEPS, 2))
+    plan = oomproof.Plan(recompute=recompute, micro_batch_size=micro)
+    run = trained(build, data, classes(BATCH), plan=plan, micro_batch_size="auto")
+    assert run.plan.recompute == recompute
+    assert run.exactness.holds

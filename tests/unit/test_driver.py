@@ -227,10 +227,10 @@ def test_data_is_looked_at_again_and_more_and_more_seldom():
     asked = []
     driver.step.look = lambda data, pieces, again=False: asked.append((len(asked_at), again))
     asked_at = []
-    for _ in range(20):
+    for _ in range(130):
         asked_at.append(1)
         driver.run("train", list(range(64)))
-    assert asked == [(1, False), (2, True), (4, True), (8, True), (16, True)]
+    assert asked == [(1, False), *((2**power, True) for power in range(1, 8))]
 
 
 def test_what_a_later_look_finds_counts():

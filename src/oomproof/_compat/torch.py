@@ -34,6 +34,8 @@ from oomproof._compat.versions import at_least
 
 # Keras's random functions.
 keras_random = _random
+# What Keras's Dropout without a seed calls, and torch's own.
+DROPOUT = Redirect(torch.nn.functional, "dropout", Carried("oomproof_dropout"))
 # What Keras reads batches with. It makes one in every call of `fit`, where nothing of ours is asked.
 EPOCH_ITERATOR = Redirect(_trainer, "TorchEpochIterator")
 

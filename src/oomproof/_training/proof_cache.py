@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pathlib
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 from keras import tree
@@ -16,7 +13,7 @@ from oomproof._backends.common.model import layers, own_modules
 from oomproof._planning import plan_cache
 
 # Counted up when proofs are made by other rules.
-_RULES = 2
+_RULES = 3
 
 
 class ProofCache:
@@ -32,21 +29,27 @@ class ProofCache:
         self._model = model
 
     def key(self, data: Any, cut: bool, recompute: tuple[str, ...]) -> str | None:
-        """A name for everything a proof depends on; `None` where code of the user's is in no file."""
-        code = list(_code(self._model))
-        if None in code:
+        """A name for everything a proof depends on; `None` where nobody can tell all of that.
+
+        What code of the user's does may depend on anything: on what it was given, on its module, on the environment.
+        """
+        model = self._model
+        try:
+            config = model.get_config()
+        except NotImplementedError:
+            return None  # How Keras says that a layer has settings which it does not know.
+        if _has_own_code(model) or not _is_kerass_alone(config):
             return None
         return plan_cache.name_of(
             {
-                **plan_cache.facts(self._backend, self._model),
+                **plan_cache.facts(self._backend, model),
                 "rules": _RULES,
                 # Whole names: two classes of one name may be made in two functions of a file.
-                "classes": [f"{type(layer).__module__}.{type(layer).__qualname__}" for layer in layers(self._model)],
-                "losses": [_settings(thing) for thing in _losses_and_metrics(self._model)],
-                "jit": [bool(self._model.jit_compile), bool(self._model.run_eagerly)],
+                "classes": [f"{type(layer).__module__}.{type(layer).__qualname__}" for layer in layers(model)],
+                "losses": [_settings(thing) for thing in _losses_and_metrics(model)],
+                "jit": [bool(model.jit_compile), bool(model.run_eagerly)],
                 "data": [_shape(leaf) for leaf in tree.flatten(data)],
                 "way": [cut, recompute],
-                "code": sorted({name for name in code if name is not None}),
             }
         )
 
@@ -82,16 +85,18 @@ def _settings(thing: Any) -> Any:
     return [type(thing).__name__, getattr(thing, "reduction", None), getattr(function, "__qualname__", None), options]
 
 
-def _code(model: Any) -> Iterator[str | None]:
-    """What is in the files that the user's own layers, losses and metrics are written in; `None` for one in no file.
-
-    Whole files: what a function does may depend on anything in its module.
-    """
+def _has_own_code(model: Any) -> bool:
+    """Whether a layer, the optimizer, a loss or a metric is not Keras's, or has a function that is not."""
     things = [*layers(model), model.optimizer, *_losses_and_metrics(model)]
     things += [getattr(thing, name, None) for thing in things for name in ("fn", "_fn", "function")]
-    for module in {name for thing in things for name in own_modules(thing)}:
-        path = getattr(sys.modules.get(module), "__file__", None)
-        try:
-            yield None if path is None else hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
-        except OSError:
-            yield None
+    return any(True for thing in things for _ in own_modules(thing))
+
+
+def _is_kerass_alone(config: Any) -> bool:
+    """Whether a configuration names nothing but Keras's own: an activation, for one, may be any function."""
+    if isinstance(config, dict):
+        named = "class_name" in config and "config" in config
+        if named and not str(config.get("module", "keras")).startswith("keras"):
+            return False
+        return all(map(_is_kerass_alone, config.values()))
+    return not isinstance(config, (list, tuple)) or all(map(_is_kerass_alone, config))

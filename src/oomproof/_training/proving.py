@@ -21,7 +21,7 @@ _FEWEST = 3
 # Whether a segment is computed once or twice concerns every sample alike.
 _SAMPLES_RECOMPUTED = (2, 1)
 # At which batches data is looked at again. What was proven of an own loss may have been so for the data before.
-_LOOKS = frozenset(2**power for power in range(1, 7))
+_LOOKS = frozenset(2**power for power in range(1, 64))
 # Whoever waited longer is told what for.
 _LONG = 5.0
 # Seconds that a proof may take where nothing is cut without it.

@@ -115,6 +115,12 @@ def has_own_state(model: Any) -> bool:
     return any(layer._non_trainable_variables for layer in own)
 
 
+def has_known_sizes(model: Any) -> bool:
+    """Whether all sizes of its outputs but the number of samples are known before it is called."""
+    outputs = [tensor for tensor in tree.flatten(getattr(model, "outputs", None)) if tensor is not None]
+    return bool(outputs) and all(None not in tensor.shape[1:] for tensor in outputs)
+
+
 def has_fixed_batch(model: Any) -> bool:
     """Whether the model takes batches of one size only, as recurrent layers do that keep their state.
 

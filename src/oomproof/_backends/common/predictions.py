@@ -74,6 +74,22 @@ def check_rows(tensors: Sequence[Any], samples: Any) -> None:
             )
 
 
+def check_sizes(shapes: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> None:
+    """Raises UnsupportedModelError where what belongs to a sample has another size among other numbers of samples."""
+    for index, (shape, other) in enumerate(zip(shapes, others, strict=True)):
+        if list(shape[1:]) != list(other[1:]):
+            raise UnsupportedModelError(
+                f"Output number {index + 1} of the model is {_sized(shape)} for a few samples and {_sized(other)} for "
+                "fewer: each row is about all samples of the batch, as in a matrix of similarities. A batch of this "
+                "model cannot be cut. Return what each sample has of its own, and compare samples in the loss; or "
+                "lower the batch size."
+            )
+
+
+def _sized(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape))
+
+
 def rows_of_piece(engine: Engine, tensors: Sequence[Any], batch_size: Any, start: Any, size: Any) -> list[Any]:
     """What belongs to a piece, of tensors that have one or more rows for each sample of the batch."""
 

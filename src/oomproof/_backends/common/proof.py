@@ -22,6 +22,8 @@ GRADIENT = "gradient of "
 _NOISE = 10.0
 # Of what weights that are rounded show, less is left out.
 _ALL_KINDS = 3.0
+# And where it differs by so many times what weights show that are rounded, it is not rounding.
+_ALIKE = 10.0
 # What the order of samples does not show: kernels that round differently for other numbers of samples. Relative to the
 # norm of a variable's gradient, by the machine epsilon of what the model computes in.
 _COARSE = ((1e-12, 1e-9), (1e-5, 1e-4), (1e-3, 5e-3), (1.0, 3e-2))
@@ -219,6 +221,21 @@ def _norm(values: Any) -> float:
     quick = float(np.linalg.norm(np.ravel(values)))
     # In single precision, squares of what is very large or small are none.
     return quick if 1e-15 < quick < 1e15 else float(np.sqrt(np.sum(np.square(values, dtype=np.float64))))
+
+
+def is_rounding(asked: Values, reordered: Values, shaken: Values, epsilon: float) -> bool:
+    """Whether no more than rounding made another order of the samples give another outcome.
+
+    Not for a model that compares each sample with the next one: it gives another outcome in another order, too.
+    """
+
+    def apart(outcome: Values, kind: str) -> float:
+        these = {name: value for name, value in asked.items() if name.startswith(kind) and value is not None}
+        return _distance(these, {name: _norm(_finite(value)) for name, value in these.items()}, outcome)
+
+    return all(
+        apart(reordered, kind) <= _ALIKE * apart(shaken, kind) + tolerance(epsilon) for kind in (GRADIENT, "log loss")
+    )
 
 
 def nearer(asked: Values, other: Values) -> Values:

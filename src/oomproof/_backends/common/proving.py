@@ -52,11 +52,16 @@ class Provable(Protocol):
 
 
 class Comparison(NamedTuple):
-    """A plain step beside the one in question, by the names of what they write."""
+    """A plain step beside the one in question, by the names of what they write.
+
+    Attributes:
+        any_order: Whether the plain step is not known to depend on the order of its samples.
+    """
 
     asked: proof.Values
     made: proof.Values
     disagreements: tuple[proof.Disagreement, ...]
+    any_order: bool = True
 
 
 def proven(step: Provable, data: Any, samples: int, cut: bool) -> Exactness:
@@ -65,11 +70,12 @@ def proven(step: Provable, data: Any, samples: int, cut: bool) -> Exactness:
     if cut and len(chosen) < 2:
         return Exactness("not exact", ("a batch of one sample cannot show what cutting changes",))
     few = step.engine.pick(data, chosen)
-    found = compared(step, few, _unequal_pieces(len(chosen)) if cut else 1).disagreements
-    if found:
+    comparison = compared(step, few, _unequal_pieces(len(chosen)) if cut else 1)
+    if found := comparison.disagreements:
         own = mixing_losses(step.model) if cut else []
-        hint = f"{', '.join(own)} may use more than it is given, such as a tensor that `call` kept"
-        return Exactness("not exact", (f"{_way(step, cut)}, {proof.summary(found)}", *([hint] if own else [])))
+        hints = [f"{', '.join(own)} may use more than it is given, such as a tensor that `call` kept"] if own else []
+        hints += [] if comparison.any_order else ["the model depends on the order of the samples in a batch"]
+        return Exactness("not exact", (f"{_way(step, cut)}, {proof.summary(found)}", *hints))
     other = step.engine.other_numbers() if cut else ()
     return Exactness("exact but for random numbers", tuple(other)) if other else Exactness()
 
@@ -92,7 +98,7 @@ def compared(step: Provable, data: Any, pieces: int) -> Comparison:
     tolerated = epsilon(step.model, step.engine)
     owners = _owners(step.model.optimizer, names)
     began = time.monotonic()
-    with _plain(step.engine):
+    with _plain(step.engine), emulating(step.engine):
         asked = _named(step, names, step.step_values(data, 1))
     # The step in question takes as long at least.
     took = time.monotonic() - began
@@ -101,25 +107,33 @@ def compared(step: Provable, data: Any, pieces: int) -> Comparison:
         made = _named(step, names, step.step_values(data, pieces))
     # With no rounding seen, less passes for rounding: only what differs like this is worth another step, and only what
     # differs still is worth a third.
-    others: list[proof.Values] = []
-    found = proof.disagreements(asked, made, others, before, tolerated, owners)
-    for rounded in (_reordered, _shaken):
-        if found:
-            look_at_the_clock(ahead=took)
-            with _plain(step.engine), emulating(step.engine):
-                others.append(rounded(step, names, data, asked, tolerated))
-            found = proof.disagreements(asked, made, others, before, tolerated, owners)
-    return Comparison(asked, made, found)
+    found = proof.disagreements(asked, made, (), before, tolerated, owners)
+    any_order = True
+    if found:
+        look_at_the_clock(ahead=took)
+        with _plain(step.engine), emulating(step.engine):
+            shaken = _shaken(step, names, data, tolerated)
+        others = [proof.nearer(asked, shaken)]
+        found = proof.disagreements(asked, made, others, before, tolerated, owners)
+    if found:
+        look_at_the_clock(ahead=took)
+        with _plain(step.engine), emulating(step.engine):
+            reordered = _reordered(step, names, data)
+        # Where the order of samples makes more of a difference than rounding, it is part of what is computed.
+        any_order = proof.is_rounding(asked, reordered, shaken, tolerated)
+        if any_order:
+            found = proof.disagreements(asked, made, [*others, reordered], before, tolerated, owners)
+    return Comparison(asked, made, found, any_order)
 
 
-def _reordered(step: Provable, names: _Names, data: Any, asked: proof.Values, epsilon: float) -> proof.Values:
+def _reordered(step: Provable, names: _Names, data: Any) -> proof.Values:
     """The plain step with its samples in another order: sums over samples are rounded in another way."""
     order = proof.other_order(step.batch_size(data))
     with step.engine.drawing(Rows.of(order, len(order)), whole=True):
         return _named(step, names, step.step_values(step.engine.pick(data, order), 1))
 
 
-def _shaken(step: Provable, names: _Names, data: Any, asked: proof.Values, epsilon: float) -> proof.Values:
+def _shaken(step: Provable, names: _Names, data: Any, epsilon: float) -> proof.Values:
     """The plain step with weights that are off by as much as rounding makes of them.
 
     The order of samples does not show how each of them is rounded: kernels do that differently for other numbers of
@@ -137,7 +151,7 @@ def _shaken(step: Provable, names: _Names, data: Any, asked: proof.Values, epsil
         found = _named(step, names, step.step_values(data, 1))
     # Weights that began elsewhere end elsewhere.
     moved = {names[id(variable)][1] for variable in step.model.trainable_weights}
-    return proof.nearer(asked, {name: value for name, value in found.items() if name not in moved})
+    return {name: value for name, value in found.items() if name not in moved}
 
 
 def _is_ordinary(weight: Any) -> bool:

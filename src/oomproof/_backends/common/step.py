@@ -19,6 +19,7 @@ from oomproof._backends.common.model import (
     draws_numbers,
     first_tensor,
     has_fixed_batch,
+    has_known_sizes,
     has_own_state,
     layers,
     losses_stream,
@@ -28,7 +29,7 @@ from oomproof._backends.common.model import (
     unpack,
 )
 from oomproof._backends.common.phases import Phases
-from oomproof._backends.common.predictions import check_order, check_rows, tensors_in
+from oomproof._backends.common.predictions import check_order, check_rows, check_sizes, tensors_in
 from oomproof._backends.common.proof import Disagreement, disagreements, spread, summary
 from oomproof._backends.common.proving import StepValues, emulating, epsilon, proven
 from oomproof._backends.common.recompute import Recomputing
@@ -174,7 +175,7 @@ class ModelStep:
             self._added_losses[training] = tuple(self._kinds_of_losses(few, training))
         self._uses_statistics = bool(statistics_layers(self.model)) and self._normalises(few)
         even = self.batch_size(few) // 2 * 2
-        if even and not losses_stream(self.model):
+        if even and not (losses_stream(self.model) and has_known_sizes(self.model)):
             self._check_outputs(self.engine.take(few, 0, even), even)
         self._examined = True
 
@@ -272,10 +273,13 @@ class ModelStep:
 
     def _check_outputs(self, few: Any, samples: int) -> None:
         """A loss on all predictions wants them as the whole batch has them."""
-        if all(rows == samples for rows in self._rows_of_outputs(few)):
-            return
         half = samples // 2
         parts = [few, self.engine.take(few, 0, half), self.engine.take(few, half, half)]
+        shapes = self._shapes_of_outputs(few)
+        if not has_known_sizes(self.model):
+            check_sizes(shapes, self._shapes_of_outputs(parts[1]))
+        if losses_stream(self.model) or all(tuple(shape[:1]) == (samples,) for shape in shapes):
+            return
         whole, *halves = ([np.asarray(ops.convert_to_numpy(o)) for o in self._outputs_of(part)] for part in parts)
         check_rows(whole, samples)
         check_order(whole, halves)
@@ -288,8 +292,8 @@ class ModelStep:
 
         return self.evaluate(compute, data)
 
-    def _rows_of_outputs(self, data: Any) -> list[int]:
-        return [int(self.engine.size_of(output)) if len(output.shape) else 0 for output in self._outputs_of(data)]
+    def _shapes_of_outputs(self, data: Any) -> list[tuple[int, ...]]:
+        return [tuple(output.shape) for output in self._outputs_of(data)]
 
     def caveats(self) -> tuple[str, ...]:
         return statistics_caveat(self.model) if self._uses_statistics else ()
@@ -322,20 +326,23 @@ class ModelStep:
         if again and not self._added_losses[True] and not has_own_state(self.model):
             return None
         size = self.batch_size(data)
-        # Smaller ones with other borders: both halves of a piece may be alike. Single samples are beside pairs, whose
-        # forward pass takes no more than a step of one.
-        others = piece_count(size, (2 * largest_piece(size, pieces) + 1) // 3) if pieces < size else pieces // 2
         if size < 2 or not depends_on_data(self.model, data):
             return None
-        found = self._forward_disagreements(data, pieces, others)
-        undecided = losses.UNDECIDED in self._added_losses[True]
-        if found and undecided:
-            # Not means, then: what were zeros before may be sums.
-            self._decide("sum")
-            found = self._forward_disagreements(data, pieces, others)
-        if found:
-            which = "smaller" if others > pieces else "larger"
-            return Exactness("not exact", (f"pieces give another loss than {which} ones: {summary(found)}",))
+        largest = largest_piece(size, pieces)
+        # Smaller ones with other borders: both halves of a piece may be alike. And larger ones, since what a layer does
+        # may begin with so many samples: the forward pass of two pieces takes no more than a step of one.
+        two = self.engine.take(data, 0, min(2 * largest, size))
+        looks = [("smaller", data, pieces, piece_count(size, (2 * largest + 1) // 3)), ("larger", two, 2, 1)]
+        for which, samples, count, other in looks:
+            if count == other:
+                continue
+            found = self._forward_disagreements(samples, count, other)
+            if found and losses.UNDECIDED in self._added_losses[True]:
+                # Not means, then: what were zeros before may be sums.
+                self._decide("sum")
+                found = self._forward_disagreements(samples, count, other)
+            if found:
+                return Exactness("not exact", (f"pieces give another loss than {which} ones: {summary(found)}",))
         if losses.UNDECIDED in self._added_losses[True]:
             reason = "a loss given to add_loss was zero so far, which does not tell whether it is a mean or a sum"
             return Exactness("not exact", (reason,))

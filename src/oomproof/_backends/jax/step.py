@@ -339,8 +339,8 @@ class JaxStep(ModelStep):
     def _number_of_losses(self, data: Any, training: bool) -> int:
         return len(self._shapes(data, training)[1])
 
-    def _rows_of_outputs(self, data: Any) -> list[int]:
-        return [output.shape[0] if output.shape else 0 for output in self._shapes(data, training=False)[0]]
+    def _shapes_of_outputs(self, data: Any) -> list[tuple[int, ...]]:
+        return [tuple(output.shape) for output in self._shapes(data, training=False)[0]]
 
     def _shapes(self, data: Any, training: bool) -> tuple[list[Any], list[Any]]:
         """Shapes of the outputs, and of the losses that layers add, from a trace."""

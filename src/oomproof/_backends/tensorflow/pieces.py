@@ -325,3 +325,7 @@ def joined(leaves: Sequence[Any]) -> Any:
     if isinstance(leaves[0], tf.SparseTensor):
         return tf.sparse.concat(0, list(leaves))
     return tf.concat(list(leaves), axis=0)
+
+
+def to_host(tensor: Any) -> Any:
+    return np.array(tensor) if isinstance(tensor, tf.Tensor) else tensor

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import tree
 
@@ -24,15 +23,16 @@ from oomproof._backends.tensorflow.beside import BesideDevice
 from oomproof._backends.tensorflow.commit import commit_leanly
 from oomproof._backends.tensorflow.device import bound_kernel_search, fits_op_by_op
 from oomproof._backends.tensorflow.engine import TensorFlowEngine
-from oomproof._backends.tensorflow.pieces import joined, on_host, placeholders, take
+from oomproof._backends.tensorflow.pieces import joined, on_host, placeholders, take, to_host
 from oomproof._backends.tensorflow.size_checks import refusing
 from oomproof._backends.tensorflow.sparse_rows import clips, how_rows_join, mixed_rows_caveat
 from oomproof._backends.tensorflow.untracked import caveats, unchanged, written_outside
-from oomproof._backends.tensorflow.writes import PendingWrites, apply_gradients, commit
+from oomproof._backends.tensorflow.writes import PendingWrites, apply_gradients, commit, writes_cannot_wait
 from oomproof._records.exactness import Exactness
 from oomproof._records.patience import TookTooLongError
 from oomproof._records.run import Phase
 from oomproof._records.units import tensor_bytes
+from oomproof.errors import OomproofError
 
 # So many samples are looked at to see which rows of a table they share.
 _LOOKED_UP = 5
@@ -72,8 +72,7 @@ class TensorFlowStep(ModelStep):
         self._beside_device = BesideDevice()
         self._rows_known = False
         self._mixed_rows: list[str] = []
-        # Variables that are not Keras's and are written by the model; unknown before somebody asks.
-        self._outside: list[Any] | None = None
+        self._outside: list[Any] | None = None  # Variables written that are not Keras's; unknown before somebody asks.
         super().__init__(model, TensorFlowEngine(model, static=self._xla))
 
     def bytes_of(self, leaf: Any) -> int:
@@ -102,7 +101,23 @@ class TensorFlowStep(ModelStep):
 
     def evaluate(self, function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
         with unchanged(self._outside or ()):
-            return super().evaluate(function, *arguments)
+            where = self._beside_device.on_host
+            if self._eager or where not in self._only_in_graphs:
+                try:
+                    return super().evaluate(function, *arguments)
+                except Exception as error:
+                    if not self._may_be_for_graphs(error):
+                        raise
+            traced = tf.function(functools.partial(super().evaluate, function), autograph=False)
+            return list(traced(*arguments))
+
+    def _may_be_for_graphs(self, error: Exception) -> bool:
+        """Whether what failed op by op is tried in a graph, and whatever is looked at from now on."""
+        if self._eager or isinstance(error, (OomproofError, TookTooLongError, tf.errors.ResourceExhaustedError)):
+            return False
+        logger.debug(f"oomproof: not op by op: {error!r}")
+        self._only_in_graphs.add(self._beside_device.on_host)
+        return True
 
     def caveats(self) -> tuple[str, ...]:
         mixed = mixed_rows_caveat(self._mixed_rows) if clips(self.model.optimizer) else ()
@@ -124,7 +139,7 @@ class TensorFlowStep(ModelStep):
             return self._train(data, pieces, lean, spec)
 
     def _train(self, data: Any, pieces: int, lean: bool, spec: Any) -> Any:
-        in_place = _writes_cannot_wait(self.model.optimizer)
+        in_place = writes_cannot_wait(self.model.optimizer)
         if not lean and not in_place:
             return self._run(_Task("update"), data, pieces, spec)
         gradients, pending, logs = self._run(_Task("gradients"), data, pieces, spec)
@@ -158,7 +173,7 @@ class TensorFlowStep(ModelStep):
             task = _Task("predict", writes=not random or start + size == batch_size)
             within = (start, batch_size) if random else ()
             # Straight to the host: the predictions of the whole batch need not be on the device at once.
-            return tree.map_structure(_to_host, self._run(task, piece, 1, self._open_spec(piece), within=within))
+            return tree.map_structure(to_host, self._run(task, piece, 1, self._open_spec(piece), within=within))
 
         return predicted(outputs, batch_size, pieces, joined)
 
@@ -197,13 +212,15 @@ class TensorFlowStep(ModelStep):
 
     def _rows_of_gradients(self, data: Any) -> list[Any]:
         """Which rows each sparse gradient of a batch has; `None` for one that is dense."""
+        sparse: list[bool] = []
 
-        def look() -> list[Any]:
-            with self.as_traced(), self.engine.scope():
-                return list(self._phases().whole(data, True)[0])
+        def look(data: Any) -> list[Any]:
+            gradients, _ = self._phases().whole(data, True)
+            sparse[:] = [isinstance(g, tf.IndexedSlices) for g in gradients]
+            return [g.indices for g in gradients if isinstance(g, tf.IndexedSlices)]
 
-        gradients = self._beside_device(look)
-        return [g.indices.numpy().tolist() if isinstance(g, tf.IndexedSlices) else None for g in gradients]
+        rows = iter(self._beside_device(lambda: self.evaluate(look, data)))
+        return [next(rows).numpy().tolist() if is_sparse else None for is_sparse in sparse]
 
     @property
     def learnt(self) -> dict[str, Any]:
@@ -229,15 +246,12 @@ class TensorFlowStep(ModelStep):
             return look() if fits_op_by_op(self.model, self.batch_size(data)) else self._beside_device(look)
 
     def _values_outside_of_steps(self, data: Any, pieces: int) -> StepValues:
-        where = self._beside_device.on_host
-        if where not in self._only_in_graphs:
+        if self._beside_device.on_host not in self._only_in_graphs:
             try:
                 return self._values(data, pieces)
-            except (TookTooLongError, tf.errors.ResourceExhaustedError):
-                raise
             except Exception as error:
-                logger.debug(f"oomproof: not op by op: {error!r}")
-                self._only_in_graphs.add(where)
+                if not self._may_be_for_graphs(error):
+                    raise
         found: list[StepValues] = []
 
         def traced(data: Any) -> Any:
@@ -256,7 +270,7 @@ class TensorFlowStep(ModelStep):
         with self.as_traced(), self.engine.scope() as scope:
             gradients, logs = phases.split(data, pieces, True) if pieces > 1 else phases.whole(data, True)
             logs = tree.map_structure(lambda log: log.value if isinstance(log, keras.Variable) else log, logs)
-            if gradients and not _writes_cannot_wait(self.model.optimizer):
+            if gradients and not writes_cannot_wait(self.model.optimizer):
                 apply_gradients(self.model.optimizer, gradients, self.model.trainable_weights, scope)
             written = scope.settled()
         return StepValues([g if g is None else tf.convert_to_tensor(g) for g in gradients], written, logs)
@@ -377,12 +391,6 @@ class TensorFlowStep(ModelStep):
         return found
 
 
-def _writes_cannot_wait(optimizer: Any) -> bool:
-    """ScheduleFreeAdamW takes hold of a variable before it writes to it and reads it afterwards."""
-    kind = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
-    return isinstance(getattr(optimizer, "inner_optimizer", optimizer), kind)
-
-
 def _signature(leaf: Any) -> Any:
     return None if leaf is None else (tuple(leaf.shape), leaf.dtype)
 
@@ -390,7 +398,3 @@ def _signature(leaf: Any) -> Any:
 @functools.cache
 def _number(number: int) -> tf.Tensor:
     return tf.constant(number, tf.int64)
-
-
-def _to_host(tensor: Any) -> Any:
-    return np.array(tensor) if isinstance(tensor, tf.Tensor) else tensor

@@ -161,6 +161,12 @@ def apply_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequenc
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
 
+def writes_cannot_wait(optimizer: Any) -> bool:
+    """ScheduleFreeAdamW takes hold of a variable before it writes to it and reads it afterwards."""
+    kind = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
+    return isinstance(getattr(optimizer, "inner_optimizer", optimizer), kind)
+
+
 def _updating_scope() -> PendingWrites | None:
     """The scope whose update is being made in this thread, if any."""
     scope = get_stateless_scope()

@@ -101,11 +101,11 @@ def _put_back(values: Sequence[Any], journal: Sequence[Any]) -> None:
     """Nothing was written before the journal was complete, so without one there is nothing to do."""
 
     def copy() -> None:
-        with torch.no_grad():
-            for value, old in zip(values, journal, strict=False):
-                value.copy_(old)
+        for value, old in zip(values, journal, strict=False):
+            value.copy_(old)
 
-    to_the_end(copy)
+    # Not in a `with` of ours, which an interrupt may keep from being left.
+    to_the_end(torch.no_grad()(copy))
 
 
 def _unique(variables: Sequence[Any]) -> list[Any]:

@@ -23,7 +23,15 @@ from oomproof._backends.torch.commit import undone
 from oomproof._backends.torch.draws import TorchRandom
 from oomproof._backends.torch.untracked import OutsideState
 from oomproof._backends.torch.writes import Gradients, PendingWrites
-from oomproof._compat.torch import DropoutNd, convert_to_tensor, get_device, is_traced, tree_flatten, tree_unflatten
+from oomproof._compat.torch import (
+    DROPOUT,
+    DropoutNd,
+    convert_to_tensor,
+    get_device,
+    is_traced,
+    tree_flatten,
+    tree_unflatten,
+)
 
 
 class TorchEngine(RandomNumbers):
@@ -75,7 +83,20 @@ class TorchEngine(RandomNumbers):
                 variable.assign(change(ops.convert_to_numpy(variable._value)))
             yield
 
+    def drawing_row_by_row(self) -> AbstractContextManager[None]:
+        """Where pieces draw for the whole batch, Dropout draws for the first sample first, and so on.
+
+        torch goes by where numbers lie in memory, and a convolution leaves them elsewhere.
+        """
+        if not self.draws_whole or self.compiled:
+            return contextlib.nullcontext()
+        return DROPOUT.to(_row_by_row)
+
     def call(self, x: Any, training: bool) -> Any:
+        with _same_numbers() if self.draws_whole else contextlib.nullcontext():
+            return self._called(x, training)
+
+    def _called(self, x: Any, training: bool) -> Any:
         segments = self.recompute if training else ()
         # torch.compile cannot follow what a segment does to Keras's scopes. And what records the statistics of a piece
         # is a new function each time, and each would be compiled.
@@ -227,3 +248,18 @@ def _joined(parts: list[Any]) -> Any:
     joined = torch.cat(parts)
     parts.clear()
     return joined
+
+
+@contextlib.contextmanager
+def _same_numbers() -> Iterator[None]:
+    """Inside, torch's own generator starts from the same state each time; afterwards it is where it was.
+
+    Keras takes from it what a Dropout without a seed draws.
+    """
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        torch.manual_seed(0)
+        yield
+
+
+def _row_by_row(plain: Callable[..., Any], input: Any, *args: Any, **kwargs: Any) -> Any:
+    return plain(input.contiguous(), *args, **kwargs)

@@ -184,7 +184,12 @@ class TorchStep(ModelStep):
 
     def _attempt(self, function: Callable[[], Any], keep: bool) -> Any:
         try:
-            with torch.no_grad(), without_cycles(), self.engine.outside.unchanged_on_failure(keep):
+            with (
+                torch.no_grad(),
+                without_cycles(),
+                self.engine.outside.unchanged_on_failure(keep),
+                self.engine.drawing_row_by_row(),
+            ):
                 return function()
         except Exception as error:
             if not is_lost(error):
