@@ -3,13 +3,12 @@
 import keras
 import numpy as np
 import pytest
-from here import BACKEND, only
+from here import only
 from keras import layers, ops
 from models import BATCH, FEATURES, STEPS, WORDS, classes, classifier, compiled, made, numbers, words
 from test_proof import trained
 
 import oomproof
-from oomproof._records.exactness import Exactness
 
 
 @pytest.fixture(autouse=True)
@@ -235,21 +234,6 @@ def test_an_output_about_all_samples_of_a_batch_is_refused():
         trained(build, [numbers(BATCH), numbers(BATCH)], np.zeros((BATCH, 1), "float32"))
 
 
-class ForGraphs(layers.Layer):
-    """Fails op by op."""
-
-    def call(self, x):
-        if BACKEND == "tensorflow" and not isinstance(x, keras.KerasTensor):
-            import tensorflow as tf
-
-            assert not tf.executing_eagerly()
-        return x
-
-
-def test_a_model_that_runs_in_graphs_alone():
-    assert trained(lambda: classifier(ForGraphs()), numbers(BATCH), classes(BATCH)).exactness == Exactness()
-
-
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("recompute", [(), ("drops",), ("conv1d..drops",)])
 @pytest.mark.parametrize("micro", [None, 5])
@@ -265,3 +249,26 @@ def test_a_dropout_is_found_again_in_pieces_and_when_it_is_recomputed(seed, reco
     run = trained(build, data, classes(BATCH), plan=plan, micro_batch_size="auto")
     assert run.plan.recompute == recompute
     assert run.exactness.holds
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("allow", ["default", "exact"])
+def test_predictions_in_pieces_of_a_model_that_mixes_samples(mixes, allow, monkeypatch, recwarn):
+    x = layers.Input((FEATURES,))
+    inner = ops.tanh(layers.Dense(4)(x))
+    mixed = inner - ops.mean(inner, axis=0, keepdims=True) if mixes else inner
+    model = compiled(keras.Model(x, layers.Dense(3, "softmax")(mixed)))
+    whole = model.predict(numbers(BATCH), batch_size=BATCH, verbose=0)
+    oomproof.guard(model, allow=allow)
+    monkeypatch.setattr("oomproof._training.training.Training.pieces", lambda self, batch: 4)
+    if mixes and allow == "exact":
+        with pytest.raises(oomproof.CannotFitError, match="predictions of pieces"):
+            model.predict(numbers(BATCH), batch_size=BATCH, verbose=0)
+        return
+    for _ in range(2):
+        pieces = model.predict(numbers(BATCH), batch_size=BATCH, verbose=0)
+    model.evaluate(numbers(BATCH), classes(BATCH), batch_size=BATCH, verbose=0)
+    assert np.allclose(whole, pieces, atol=1e-5) != mixes
+    told = [str(warning.message) for warning in recwarn if warning.category is oomproof.InexactWarning]
+    assert len(told) == mixes
+    assert all("evaluating and predicting are not exact" in text for text in told)

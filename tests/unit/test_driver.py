@@ -248,6 +248,25 @@ def test_what_a_later_look_finds_counts():
         driver.run("train", list(range(64)))
 
 
+@pytest.mark.parametrize("phase", ["test", "predict"])
+def test_predictions_are_looked_at_once_before_they_are_cut(phase):
+    driver = driver_on(100, slope=10)
+    driver.step.predicts = Exactness("not exact", ("they differ",))
+    driver.run(phase, [0])
+    with pytest.warns(InexactWarning, match="evaluating and predicting are not exact: they differ"):
+        driver.run(phase, list(range(64)))
+    driver.step.predicts = Exactness("not exact", ("they differ again",))
+    driver.run(phase, list(range(64)))
+    assert run_of(driver).exactness == Exactness()
+
+
+def test_looking_at_predictions_may_fail():
+    driver = driver_on(100, slope=10)
+    driver.step.look_at_predictions = lambda data: 1 / 0
+    driver.run("predict", list(range(64)))
+    assert driver.step.done[0][:2] == ("predict", list(range(64)))
+
+
 def test_one_line_for_each_event(caplog):
     driver = driver_on(100, slope=1)
     driver.run("train", BATCH)

@@ -142,6 +142,9 @@ class Step(Protocol):
         Asked `again` for a later batch, it looks only where what was found out of the model depends on the data.
         """
 
+    def look_at_predictions(self, data: Data) -> Exactness | None:
+        """Compares what a few samples are predicted to be together and apart; `None` if nothing differs."""
+
     def notes(self) -> tuple[str, ...]:
         """What is worth knowing about a split batch though it is exact, in words."""
 

@@ -83,6 +83,7 @@ class FakeStep:
     proofs: list[int] = dataclasses.field(default_factory=list)
     proven: Exactness = dataclasses.field(default_factory=Exactness)
     seen: list[Exactness | None] = dataclasses.field(default_factory=list)
+    predicts: Exactness | None = None
     learnt: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Numbers of the training steps that are believed and fail later.
     late: frozenset[int] = frozenset()
@@ -165,6 +166,9 @@ class FakeStep:
 
     def look(self, data: Any, pieces: int, again: bool = False) -> Exactness | None:
         return self.seen.pop(0) if self.seen else None
+
+    def look_at_predictions(self, data: Any) -> Exactness | None:
+        return self.predicts
 
     def notes(self) -> tuple[str, ...]:
         return ()

@@ -64,6 +64,7 @@ class Driver:
         self._proving = Proving(step, memory, settings, self.log.say)
         self._proven: Counter[Way] = Counter()
         self._prepared: set[Phase] = set()
+        self._looked_at_predictions = False
         self._unrepeated: BaseException | None = None
 
     # A run, from the begin of fit, evaluate or predict to its end
@@ -130,6 +131,8 @@ class Driver:
             pieces = self.training.pieces(batch)
             if phase == "train" and (pieces > 1 or self.training.current.recompute) and not self._prove(batch, pieces):
                 continue  # Now without what could not be proven.
+            if phase != "train" and pieces > 1:
+                self._look_at_predictions(batch, pieces)
             began = time.perf_counter()
             attempt = self._attempt(batch, pieces)
             if attempt.shortage is not None:
@@ -236,6 +239,19 @@ class Driver:
             raise messages.not_exact(batch.size, pieces, found.why)
         self.log.exactness = worse(self.log.exactness, found)
         return True
+
+    def _look_at_predictions(self, batch: Batch, pieces: int) -> None:
+        """Once, before a batch is cut that is not trained on: a model may mix samples in inference, too."""
+        if self._looked_at_predictions:
+            return
+        self._looked_at_predictions = True
+        found = self._proving.of_predictions(batch.data)
+        if found is None:
+            return
+        if self._settings.exact_only:
+            raise messages.not_exact(batch.size, pieces, found.why)
+        warnings.warn(f"oomproof: evaluating and predicting are {found}", InexactWarning, stacklevel=2)
+        self.log.note("note", batch.phase, batch.size, f"evaluating and predicting are {found}")
 
     def _leaves_out_recomputation(self, batch: Batch, pieces: int, proven: Exactness) -> bool:
         """Goes on without the recomputation of a plan of ours, where that may be why a proof does not hold."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,8 @@ _LOOKS = frozenset(2**power for power in range(1, 64))
 _LONG = 5.0
 # Seconds that a proof may take where nothing is cut without it.
 _UNTIL_PROVEN = 600.0
+
+logger = logging.getLogger("oomproof")
 
 
 class Proving:
@@ -68,6 +71,16 @@ class Proving:
         if pieces == 1 or number not in _LOOKS:
             return None
         return self._tried(lambda: self._step.look(data, pieces, again=True))
+
+    def of_predictions(self, data: Any) -> Exactness | None:
+        """What pieces make of predictions where they are not those of the whole batch; `None` where nobody knows."""
+        try:
+            with patience():
+                return self._step.look_at_predictions(data)
+        except Exception as error:
+            logger.debug(f"oomproof: Looking at predictions failed: {error!r}")
+        self._memory.release()
+        return None
 
     def _key(self, data: Any, cut: bool) -> str | None:
         """What the proof is remembered by; `None` where it is not."""

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras import tree
 
+from oomproof._backends.common.call_graph import graphs
 from oomproof._compat.keras import Trainer, compute_output_spec, global_state
 from oomproof._compat.names import is_kerass
 from oomproof.errors import UnsupportedModelError
@@ -107,6 +108,12 @@ def own_modules(thing: Any) -> Iterator[str]:
 def has_own_code(model: Any) -> bool:
     """Whether anything but Keras's own layers decides what the model computes."""
     return any(not is_kerass(type(layer)) or isinstance(layer, keras.layers.Lambda) for layer in layers(model))
+
+
+def may_mix(model: Any) -> bool:
+    """Whether samples of a batch may be mixed in inference. Keras's layers do not, but operations may."""
+    operations = (call.operation for graph in graphs(model) for call in graph.calls)
+    return has_own_code(model) or any(not isinstance(operation, keras.Layer) for operation in operations)
 
 
 def has_own_state(model: Any) -> bool:

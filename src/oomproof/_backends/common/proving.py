@@ -93,7 +93,7 @@ def compared(step: Provable, data: Any, pieces: int) -> Comparison:
     names = _names(step.model)
     # Copies, since some frameworks write in place.
     before = {
-        name: np.array(_array(variable._value)) for variable, name in names.values() if variable._value is not None
+        name: np.array(as_array(variable._value)) for variable, name in names.values() if variable._value is not None
     }
     tolerated = epsilon(step.model, step.engine)
     owners = _owners(step.model.optimizer, names)
@@ -231,18 +231,18 @@ def _owners(optimizer: Any, names: _Names) -> dict[str, str]:
 def _named(step: Provable, names: _Names, values: StepValues) -> dict[str, Any]:
     weights = step.model.trainable_weights if values.gradients else []
     named = {
-        f"{proof.GRADIENT}{names[id(variable)][1]}": _array(gradient)
+        f"{proof.GRADIENT}{names[id(variable)][1]}": as_array(gradient)
         for variable, gradient in zip(weights, values.gradients, strict=True)
         if not getattr(variable, "overwrite_with_gradient", False)
     }
     for variable, value in values.written:
         _, name = names.get(id(variable), (variable, variable.path))
-        named[name] = _array(value)
+        named[name] = as_array(value)
     logs = tree.flatten_with_path(values.logs) if tree.is_nested(values.logs) else [(("loss",), values.logs)]
-    return named | {f"log {'/'.join(map(str, path))}": _array(value) for path, value in logs}
+    return named | {f"log {'/'.join(map(str, path))}": as_array(value) for path, value in logs}
 
 
-def _array(value: Any) -> Any:
+def as_array(value: Any) -> Any:
     if value is None:
         return None
     array = np.asarray(ops.convert_to_numpy(value))

@@ -14,13 +14,12 @@ from oomproof._backends.common import losses, statistics
 from oomproof._backends.common.batch import batch_leaves, symbolic
 from oomproof._backends.common.draws import Draw, DrawTable, Rows, table_of
 from oomproof._backends.common.fingerprint import Fingerprint
+from oomproof._backends.common.looking import Looking
 from oomproof._backends.common.model import (
-    depends_on_data,
     draws_numbers,
     first_tensor,
     has_fixed_batch,
     has_known_sizes,
-    has_own_state,
     layers,
     losses_stream,
     mixing_losses,
@@ -29,13 +28,13 @@ from oomproof._backends.common.model import (
     unpack,
 )
 from oomproof._backends.common.phases import Phases
-from oomproof._backends.common.predictions import check_order, check_rows, check_sizes, tensors_in
-from oomproof._backends.common.proof import Disagreement, disagreements, spread, summary
-from oomproof._backends.common.proving import StepValues, emulating, epsilon, proven
+from oomproof._backends.common.predictions import check_order, check_rows, check_sizes
+from oomproof._backends.common.proof import spread
+from oomproof._backends.common.proving import StepValues, proven
 from oomproof._backends.common.recompute import Recomputing
 from oomproof._backends.common.segments import resolved
 from oomproof._backends.common.unbuilt import left_unbuilt
-from oomproof._backends.pieces import largest_piece, piece_bounds, piece_count
+from oomproof._backends.pieces import piece_bounds
 from oomproof._compat.keras import compute_output_spec, get_stateless_scope, standardize_dtype
 from oomproof._records.exactness import Exactness
 from oomproof._records.run import Phase
@@ -46,7 +45,7 @@ from oomproof.errors import UnsupportedModelError
 _EXAMINED = 5
 
 
-class ModelStep:
+class ModelStep(Looking):
     """The part of a step that is the same on every backend: what a batch is, and what cutting it would change."""
 
     # Bytes not to be exceeded, for backends that know what a program needs before it runs.
@@ -284,14 +283,6 @@ class ModelStep:
         check_rows(whole, samples)
         check_order(whole, halves)
 
-    def _outputs_of(self, data: Any) -> list[Any]:
-        """Outputs as in inference."""
-
-        def compute(data: Any) -> list[Any]:
-            return self.engine.run(lambda: (None, tensors_in(self.engine.call(unpack(data)[0], False))))
-
-        return self.evaluate(compute, data)
-
     def _shapes_of_outputs(self, data: Any) -> list[tuple[int, ...]]:
         return [tuple(output.shape) for output in self._outputs_of(data)]
 
@@ -321,58 +312,6 @@ class ModelStep:
         odd = [str(index + 1) for index, kind in enumerate(self._added_losses[True]) if kind == losses.NEITHER]
         reason = f"loss number {', '.join(odd)} given to add_loss is neither a mean nor a sum over samples"
         return (reason,) if odd else ()
-
-    def look(self, data: Any, pieces: int, again: bool = False) -> Exactness | None:
-        if again and not self._added_losses[True] and not has_own_state(self.model):
-            return None
-        size = self.batch_size(data)
-        if size < 2 or not depends_on_data(self.model, data):
-            return None
-        largest = largest_piece(size, pieces)
-        # Smaller ones with other borders: both halves of a piece may be alike. And larger ones, since what a layer does
-        # may begin with so many samples: the forward pass of two pieces takes no more than a step of one.
-        two = self.engine.take(data, 0, min(2 * largest, size))
-        looks = [("smaller", data, pieces, piece_count(size, (2 * largest + 1) // 3)), ("larger", two, 2, 1)]
-        for which, samples, count, other in looks:
-            if count == other:
-                continue
-            found = self._forward_disagreements(samples, count, other)
-            if found and losses.UNDECIDED in self._added_losses[True]:
-                # Not means, then: what were zeros before may be sums.
-                self._decide("sum")
-                found = self._forward_disagreements(samples, count, other)
-            if found:
-                return Exactness("not exact", (f"pieces give another loss than {which} ones: {summary(found)}",))
-        if losses.UNDECIDED in self._added_losses[True]:
-            reason = "a loss given to add_loss was zero so far, which does not tell whether it is a mean or a sum"
-            return Exactness("not exact", (reason,))
-        return None
-
-    def _decide(self, kind: str) -> None:
-        for training, kinds in self._added_losses.items():
-            self._added_losses[training] = tuple(kind if k == losses.UNDECIDED else k for k in kinds)
-        self._forget_programs()
-
-    def _forward_disagreements(self, data: Any, pieces: int, others: int) -> tuple[Disagreement, ...]:
-        with emulating(self.engine):
-            asked, made = self._forward_values(data, pieces), self._forward_values(data, others)
-        return disagreements(asked, made, (), {}, epsilon(self.model, self.engine))
-
-    def _forward_values(self, data: Any, pieces: int) -> dict[str, Any]:
-        """What the forward pass of a training step in pieces writes and logs."""
-        phases = self._phases()
-        phases.differentiates = False
-        names: list[str] = []
-
-        def compute(data: Any) -> list[Any]:
-            _, logs = phases.split(data, pieces, True)
-            found = {f"log {index}": log for index, log in enumerate(tree.flatten(logs))}
-            found |= {variable.path: value for variable, value in get_stateless_scope().pending()}
-            names[:] = found
-            return [ops.convert_to_tensor(value) for value in found.values()]
-
-        values = self.evaluate(compute, data)
-        return {name: np.asarray(ops.convert_to_numpy(value)) for name, value in zip(names, values, strict=True)}
 
     def notes(self) -> tuple[str, ...]:
         if losses_stream(self.model):

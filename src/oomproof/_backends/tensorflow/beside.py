@@ -27,7 +27,8 @@ class BesideDevice:
     """
 
     def __init__(self) -> None:
-        self.on_host = True
+        # Where there is no other device, there is nothing to choose.
+        self.on_host = len(tf.config.list_logical_devices()) > 1
 
     def __call__(self, look: Callable[[], _T]) -> _T:
         if self.on_host:

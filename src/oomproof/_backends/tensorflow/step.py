@@ -23,7 +23,7 @@ from oomproof._backends.tensorflow.beside import BesideDevice
 from oomproof._backends.tensorflow.commit import commit_leanly
 from oomproof._backends.tensorflow.device import bound_kernel_search, fits_op_by_op
 from oomproof._backends.tensorflow.engine import TensorFlowEngine
-from oomproof._backends.tensorflow.pieces import joined, on_host, placeholders, take, to_host
+from oomproof._backends.tensorflow.pieces import joined, on_host, placeholders, signature_of, take, to_host
 from oomproof._backends.tensorflow.size_checks import refusing
 from oomproof._backends.tensorflow.sparse_rows import clips, how_rows_join, mixed_rows_caveat
 from oomproof._backends.tensorflow.untracked import caveats, unchanged, written_outside
@@ -101,23 +101,7 @@ class TensorFlowStep(ModelStep):
 
     def evaluate(self, function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
         with unchanged(self._outside or ()):
-            where = self._beside_device.on_host
-            if self._eager or where not in self._only_in_graphs:
-                try:
-                    return super().evaluate(function, *arguments)
-                except Exception as error:
-                    if not self._may_be_for_graphs(error):
-                        raise
-            traced = tf.function(functools.partial(super().evaluate, function), autograph=False)
-            return list(traced(*arguments))
-
-    def _may_be_for_graphs(self, error: Exception) -> bool:
-        """Whether what failed op by op is tried in a graph, and whatever is looked at from now on."""
-        if self._eager or isinstance(error, (OomproofError, TookTooLongError, tf.errors.ResourceExhaustedError)):
-            return False
-        logger.debug(f"oomproof: not op by op: {error!r}")
-        self._only_in_graphs.add(self._beside_device.on_host)
-        return True
+            return super().evaluate(function, *arguments)
 
     def caveats(self) -> tuple[str, ...]:
         mixed = mixed_rows_caveat(self._mixed_rows) if clips(self.model.optimizer) else ()
@@ -191,6 +175,9 @@ class TensorFlowStep(ModelStep):
         self._written_outside(data)
         self._beside_device(lambda: super(TensorFlowStep, self)._examine(data))
 
+    def look_at_predictions(self, data: Any) -> Exactness | None:
+        return self._beside_device(lambda: super(TensorFlowStep, self).look_at_predictions(data))
+
     def _learn_rows(self, data: Any) -> None:
         """How the rows of sparse gradients go together from pieces. Runs the loss as training does."""
         sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in batch_leaves(data))
@@ -249,9 +236,11 @@ class TensorFlowStep(ModelStep):
         if self._beside_device.on_host not in self._only_in_graphs:
             try:
                 return self._values(data, pieces)
+            except (OomproofError, TookTooLongError, tf.errors.ResourceExhaustedError):
+                raise
             except Exception as error:
-                if not self._may_be_for_graphs(error):
-                    raise
+                logger.debug(f"oomproof: not op by op: {error!r}")
+                self._only_in_graphs.add(self._beside_device.on_host)
         found: list[StepValues] = []
 
         def traced(data: Any) -> Any:
@@ -282,7 +271,7 @@ class TensorFlowStep(ModelStep):
             return None
         if spec is not None:
             return id(spec)  # There is one object for all specs that are the same, and it is kept.
-        return tuple(map(_signature, tf.nest.flatten(data, expand_composites=True)))
+        return tuple(map(signature_of, tf.nest.flatten(data, expand_composites=True)))
 
     def _open_spec(self, data: Any) -> Any:
         """A spec with the batch size left open, so that pieces of all sizes share one trace; `None` if it cannot be."""
@@ -389,10 +378,6 @@ class TensorFlowStep(ModelStep):
         ):
             call(self.model, placeholders(unpack(data)[0]), training)
         return found
-
-
-def _signature(leaf: Any) -> Any:
-    return None if leaf is None else (tuple(leaf.shape), leaf.dtype)
 
 
 @functools.cache
