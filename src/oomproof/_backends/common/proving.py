@@ -20,6 +20,7 @@ from oomproof._backends.common.model import layers, mixing_losses
 from oomproof._records.exactness import Exactness
 from oomproof._records.patience import look_at_the_clock
 
+_IN_ORDER = "the model depends on the order of the samples in a batch, or draws random numbers past keras.random"
 # Variables with a name for each, by identity.
 _Names = dict[int, tuple[Any, str]]
 
@@ -74,7 +75,7 @@ def proven(step: Provable, data: Any, samples: int, cut: bool) -> Exactness:
     if found := comparison.disagreements:
         own = mixing_losses(step.model) if cut else []
         hints = [f"{', '.join(own)} may use more than it is given, such as a tensor that `call` kept"] if own else []
-        hints += [] if comparison.any_order else ["the model depends on the order of the samples in a batch"]
+        hints += [] if comparison.any_order else [_IN_ORDER]
         return Exactness("not exact", (f"{_way(step, cut)}, {proof.summary(found)}", *hints))
     other = step.engine.other_numbers() if cut else ()
     return Exactness("exact but for random numbers", tuple(other)) if other else Exactness()
