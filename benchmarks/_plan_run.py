@@ -198,6 +198,7 @@ class Watch:
     def __init__(self) -> None:
         self.failures, self.refused, self.hopeless = 0, 0, False
         self.texts: list[str] = []
+        self.said: list[str] = []
 
     def count(self, kind: Any) -> None:
         """Failed probes count too: they wait as long as failed steps. What XLA is known to need before it runs, and is
@@ -209,7 +210,7 @@ class Watch:
             if found is not None:
                 self.failures += type(error).__name__ != "NotEnoughMemoryError"
                 self.refused += type(error).__name__ == "NotEnoughMemoryError"
-                self.texts.append(found.text[:200])
+                self.texts.append(found.text[:600])
             return found
 
         kind.shortage = counting
@@ -227,6 +228,7 @@ class Watch:
 
         def listening(record: logging.LogRecord) -> bool:
             self.hopeless |= "will not fit" in record.getMessage()
+            self.said.append(record.getMessage()[:600])
             return True
 
         setattr(Planner, "propose", heeding)  # noqa: B010
@@ -251,6 +253,7 @@ def _limited(case: Any, memory: Any, path: pathlib.Path, budget: int | None) -> 
             "gave_up": str(error),
             "failures": watch.failures,
             "events": events,
+            "said": watch.said,
             "floor": _floor(case.model),
             "said_that_it_will_not_fit": watch.hopeless,
             "shortages": watch.texts,
@@ -279,10 +282,13 @@ def _outcome(case: Any, run: Any, watch: Watch, path: pathlib.Path) -> dict[str,
         "distance": _distance(pairs),
         "floor": _floor(case.model),
         "exact": not run.plan.caveats,
+        "exactness": str(run.exactness),
+        "predicted": run.plan.predicted,
         "micro_batch_size": run.plan.micro_batch_size,
         "recomputed": len(run.plan.recompute),
         "segments": run.plan.segments,
         "events": [event.message for event in run.events],
+        "said": watch.said,
         "last_event": run.events[-1].message if run.events else "",
     }
 
