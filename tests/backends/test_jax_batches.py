@@ -293,6 +293,16 @@ def test_what_is_free_in_several_places_is_not_promised_to_one_program(monkeypat
     program.check_room(memory, None, ())
 
 
+def test_memory_that_comes_back_a_moment_later_is_waited_for(monkeypatch):
+    memory = memory_with(monkeypatch)
+    in_use = iter([900, 900, 200])
+    monkeypatch.setattr(type(memory), "current", lambda self: next(in_use))
+    assert memory.free(None, wanted=500) == 800
+    # Not for ever, and not where nothing is wanted.
+    monkeypatch.setattr(type(memory), "current", lambda self: 900)
+    assert memory.free(None, wanted=500) == memory.free(None) == 100
+
+
 def test_a_program_that_ran_out_of_memory_says_what_all_of_it_needs():
     from oomproof._backends.jax.compiled import Program
     from oomproof._backends.jax.device import JaxMemory

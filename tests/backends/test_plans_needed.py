@@ -69,16 +69,18 @@ def test_operations_have_sizes_as_they_came():
 def test_room_is_left_to_the_search_for_kernels():
     """In graph mode on a GPU TensorFlow's first step of a shape tries every kernel of a convolution."""
 
-    def margin(*inner, jit=False, gpu=True):
+    def margin(*inner, jit=False, gpu=True, limit=2**40):
         model = keras.Sequential([keras.Input((8, 8, 2)), *inner, layers.Flatten(), layers.Dense(1)])
         model.compile("sgd", "mse", jit_compile=jit)
         specs = (Spec((4, 8, 8, 2), "float32"), Spec((4, 1), "float32"))
         workload = Workload(*specs, "train", jit, Target(gpu, (9, 0)))
-        return Planner(backends.current(), model, frozenset(), cache=False)._margin(workload)
+        return Planner(backends.current(), model, frozenset(), cache=False)._margin(workload, limit)
 
     plain, convolves = margin(), margin(layers.Conv2D(4, 3))
     if BACKEND == "tensorflow":
         assert convolves == pytest.approx(plain * 16 / 15)
+        # Blocks that are not split for less than 128 MiB are more of a small card.
+        assert margin(limit=2**30) == pytest.approx(plain * 8 / 7, rel=1e-3)
         assert plain > margin(gpu=False)
     else:
         assert convolves == plain

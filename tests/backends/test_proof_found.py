@@ -224,6 +224,18 @@ def test_what_begins_with_more_samples_than_a_piece_has_is_seen_in_two_pieces():
     assert "larger ones" in str(run.exactness)
 
 
+def test_two_pieces_are_looked_at_only_where_there_is_room_for_them(monkeypatch):
+    """A look that runs out of memory is ten seconds lost on TensorFlow."""
+    seen, look = [], oomproof._backends.common.step.ModelStep.look
+    monkeypatch.setattr("oomproof._training.proving.Proving._room", lambda self: 0)
+    monkeypatch.setattr(
+        "oomproof._backends.common.step.ModelStep.look",
+        lambda *given, **options: seen.append(options["room"]) or look(*given, **options),
+    )
+    run = trained(lambda: classifier(MixingMany()), numbers(BATCH), classes(BATCH))
+    assert (seen[0], run.exactness.word) == (0, "exact")
+
+
 def test_an_output_about_all_samples_of_a_batch_is_refused():
     def build():
         first, second = layers.Input((FEATURES,)), layers.Input((FEATURES,))

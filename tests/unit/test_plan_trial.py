@@ -138,3 +138,13 @@ def test_what_was_seen_to_go_through_is_what_is_taken(off, grain):
     fitting = [size for size in taken if -(-size // PAGE) * PAGE <= ROOM]
     if fitting:
         assert plan.predicted == pytest.approx(max(fitting), rel=1e-6)
+
+
+def test_a_lean_update_is_not_the_one_that_was_traced():
+    ops = Op("forward", "forward", ""), Op("update", "update", ""), Op("after", "update", "")
+    weight, kept = Buffer(100, -1, 3, "weights", ""), Buffer(30, 1, 3, "optimizer", "")
+    trace = Trace("bfc", ops, (weight, Buffer(50, 0, 0, "activations", ""), Buffer(500, 1, 2, "temporary", ""), kept))
+    lean = trial.with_update_of(trace, 7)
+    assert {(b.size, b.start, b.end) for b in lean.buffers} == {(100, -1, 3), (50, 0, 0), (7, 1, 1), (30, 1, 3)}
+    forward = Trace("bfc", ops[:1], trace.buffers[:2])
+    assert trial.with_update_of(forward, 7) is forward

@@ -104,3 +104,13 @@ def test_a_host_that_starts_everything_one_by_one_starts_it_for_each_piece_again
     for way, cut in ((OWN, True), (slow, False)):
         chosen = search.fastest(asked(8), [way])
         assert (chosen.micro_batch_size is not None, bool(chosen.recompute)) == (cut, not cut)
+
+
+def test_an_update_by_rows_takes_less_and_changes_no_other_figure():
+    whole = dataclasses.replace(CHAIN, update=20 * GIB, peak=22 * GIB)
+    way = dataclasses.replace(OWN, chain=whole)
+    rows = dataclasses.replace(way, update=64 * MIB)
+    assert predict(way, 1024, 1024) == 22 * GIB
+    assert predict(rows, 1024, 1024) < 14 * GIB
+    # It never takes more than the update that was traced.
+    assert predict(dataclasses.replace(way, update=30 * GIB), 1024, 1024) == 22 * GIB

@@ -136,10 +136,11 @@ class Step(Protocol):
         Nothing is written, and what was learnt on the way is kept in `learnt`.
         """
 
-    def look(self, data: Data, pieces: int, again: bool = False) -> Exactness | None:
+    def look(self, data: Data, pieces: int, again: bool = False, room: int | None = None) -> Exactness | None:
         """Compares what pieces of this very batch give with what smaller ones give; `None` if nothing differs.
 
-        Asked `again` for a later batch, it looks only where what was found out of the model depends on the data.
+        Asked `again` for a later batch, it looks only where what was found out of the model depends on the data. Larger
+        pieces are looked at, too, where there is `room` for them.
         """
 
     def look_at_predictions(self, data: Data) -> Exactness | None:

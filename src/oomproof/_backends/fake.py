@@ -164,7 +164,7 @@ class FakeStep:
         self._gradients(min(samples, len(data)))
         return self.proven
 
-    def look(self, data: Any, pieces: int, again: bool = False) -> Exactness | None:
+    def look(self, data: Any, pieces: int, again: bool = False, room: int | None = None) -> Exactness | None:
         return self.seen.pop(0) if self.seen else None
 
     def look_at_predictions(self, data: Any) -> Exactness | None:

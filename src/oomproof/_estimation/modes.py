@@ -19,7 +19,13 @@ def is_compiled(model: Any, backend: Backend) -> bool:
 
 
 def notes_on_jit(model: Any, backend: Backend) -> tuple[str, ...]:
-    """A model saved by TensorFlow without a GPU asks for no compilation, which is then taken at its word."""
+    """Where nobody can tell what a model that is not compiled here will be on a GPU: what was taken for granted.
+
+    A model saved by TensorFlow without a GPU asks for no compilation, which is then taken at its word. And on
+    TensorFlow without a GPU a model that is never to be compiled looks like one about which nothing was said.
+    """
+    if backend.traits.compiles_on_gpu_only and model.compiled and not model.jit_compile and is_compiled(model, backend):
+        return ("as Keras compiles it on a GPU, with XLA. For jit_compile=False: --no-jit, or jit=False.",)
     if not backend.traits.compiles_by_default or not model.compiled or model.jit_compile or model.run_eagerly:
         return ()
     return ("jit_compile=False, as in files saved by TensorFlow without a GPU: runs op by op. --jit compiles it.",)

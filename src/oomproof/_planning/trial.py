@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from oomproof._estimation.allocator import goes_through, replay
 from oomproof._records.plan import Plan
-from oomproof._records.trace import Trace
+from oomproof._records.trace import Buffer, Trace
 from oomproof.errors import CannotFitError
 
 # What is left to a plan when it is chosen. Little, for it is looked at.
@@ -72,6 +72,16 @@ def fastest_tried(
         found = other
     # Where none goes through, the last is tried all the same, and says what it takes.
     return seen[-1] if seen else _as_seen(found, peak)
+
+
+def with_update_of(trace: Trace, size: int) -> Trace:
+    """The trace of a step whose update takes no more than that while it runs."""
+    updating = {at for at, op in enumerate(trace.ops) if op.stage == "update"}
+    if not updating:
+        return trace
+    begin, done = min(updating), len(trace.ops)
+    kept = [b for b in trace.buffers if b.start not in updating or b.end >= done]
+    return dataclasses.replace(trace, buffers=(*kept, Buffer(size, begin, begin, "temporary", "")))
 
 
 def _as_seen(plan: Plan, peak: int) -> Plan:

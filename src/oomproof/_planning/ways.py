@@ -38,6 +38,7 @@ class Way:
             is kept meanwhile. Gradients of a piece are then added to it one by one.
         batch_on_device: The part of the batch that is on the device, for all samples, while its pieces run.
         commit: Bytes of new values that are made beside the old ones before they take their place.
+        update: Bytes that the optimizer takes while it runs, where that is not what it takes in the plain step.
     """
 
     jit: bool
@@ -55,6 +56,7 @@ class Way:
     holds_results: bool = False
     batch_on_device: float = 1.0
     commit: int = 0
+    update: int | None = None
 
     @property
     def gradients(self) -> int:
@@ -124,6 +126,8 @@ class Piece:
             factor = Fraction(chain.peak - base, sum_of_parts - base)
         if not Fraction(1, _FAR_OFF) <= factor <= _FAR_OFF:
             base, factor = 0, Fraction(max(1, chain.peak), max(1, sum_of_parts))
+        if way.update is not None:
+            chain = dataclasses.replace(chain, update=min(way.update, chain.update))
         batch = math.ceil(way.batch_on_device * remat.share(chain.inputs, batch_size, chain.batch_size))
         rows = remat.share(chain.rows, batch_size, chain.batch_size)  # The update needs those of all pieces.
         there = chain.resident + gradients + rows + batch

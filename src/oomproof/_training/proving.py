@@ -63,14 +63,19 @@ class Proving:
                     self._proofs.remember(key, {**found.to_dict(), "learnt": self._step.learnt})
         if cut and found.holds:
             # Data that the proof did not see may be of another kind: other masks, losses that were zero.
-            found = self._tried(lambda: self._step.look(data, pieces)) or found
+            found = self._tried(lambda: self._step.look(data, pieces, room=self._room())) or found
         return found
 
     def again(self, data: Any, pieces: int, number: int) -> Exactness | None:
         """What a step turns out to be at a later batch, the `number`th that is cut; `None` for no change."""
         if pieces == 1 or number not in _LOOKS:
             return None
-        return self._tried(lambda: self._step.look(data, pieces, again=True))
+        return self._tried(lambda: self._step.look(data, pieces, again=True, room=self._room()))
+
+    def _room(self) -> int | None:
+        """Bytes that are free, or `None` where nobody knows."""
+        limit, use = self._memory.describe().limit, self._memory.usage()
+        return None if limit is None or use is None else limit - use.current
 
     def of_predictions(self, data: Any) -> Exactness | None:
         """What pieces make of predictions where they are not those of the whole batch; `None` where nobody knows."""

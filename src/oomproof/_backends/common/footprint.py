@@ -40,6 +40,13 @@ def bytes_of_outputs(model: Any, samples: int) -> int | None:
     return total + workspace if found else None
 
 
+def largest_output(model: Any, samples: int) -> int:
+    """Bytes of the largest tensor that a layer of a functional model makes of so many samples, as far as is known."""
+    tensors = [tensor for graph in graphs(model) for call in graph.calls for tensor in call.node.outputs]
+    shapes = [((samples, *tensor.shape[1:]), str(tensor.dtype)) for tensor in tensors]
+    return max((tensor_bytes(shape, dtype) for shape, dtype in shapes if None not in shape), default=0)
+
+
 def _kernel(operation: Any) -> int:
     """Numbers in a kernel, 0 where there is none. A layer has its size for each dimension, an operation as it came."""
     size = getattr(operation, "kernel_size", 0)

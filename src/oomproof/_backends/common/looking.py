@@ -10,6 +10,7 @@ import numpy as np
 from keras import ops, tree
 
 from oomproof._backends.common import losses
+from oomproof._backends.common.footprint import largest_output
 from oomproof._backends.common.model import depends_on_data, has_own_state, may_mix, unpack
 from oomproof._backends.common.phases import Phases
 from oomproof._backends.common.predictions import tensors_in
@@ -22,6 +23,8 @@ from oomproof._records.exactness import Exactness
 
 # Samples whose predictions are looked at.
 _SAMPLES = 5
+# How many tensors as large as the largest a forward pass and its loss hold at once: scores, and what the loss makes.
+_ALIVE = 4
 
 
 class Looking(abc.ABC):
@@ -43,7 +46,7 @@ class Looking(abc.ABC):
     @abc.abstractmethod
     def _forget_programs(self) -> None: ...
 
-    def look(self, data: Any, pieces: int, again: bool = False) -> Exactness | None:
+    def look(self, data: Any, pieces: int, again: bool = False, room: int | None = None) -> Exactness | None:
         if again and not self._added_losses[True] and not has_own_state(self.model):
             return None
         size = self.batch_size(data)
@@ -51,13 +54,14 @@ class Looking(abc.ABC):
             return None
         largest = largest_piece(size, pieces)
         # Smaller ones with other borders: both halves of a piece may be alike. And larger ones, since what a layer does
-        # may begin with so many samples: the forward pass of two pieces takes no more than a step of one.
+        # may begin with so many samples: the forward pass of two pieces mostly takes no more than a step of one.
         two = self.engine.take(data, 0, min(2 * largest, size))
         looks = [("smaller", data, pieces, piece_count(size, (2 * largest + 1) // 3)), ("larger", two, 2, 1)]
         if largest == 1:
             looks[0] = "larger", data, pieces, pieces // 2
         for which, samples, count, other in looks:
-            if count == other:
+            beyond = which == "larger" and room is not None and _ALIVE * largest_output(self.model, 2 * largest) > room
+            if count == other or beyond:
                 continue
             found = self._forward_disagreements(samples, count, other)
             if found and losses.UNDECIDED in self._added_losses[True]:

@@ -96,10 +96,10 @@ class Program:
 
     def check_room(self, memory: JaxMemory, budget: int | None, data: Any, where: str = "step") -> None:
         """Raises rather than let a program run that cannot go through."""
-        free = None if self._eager else memory.free(budget)
+        needed = self.needs(data)
+        free = None if self._eager else memory.free(budget, wanted=needed)
         if free is None:
             return
-        needed = self.needs(data)
         if needed > free:
             # With its results in the place of its arguments it might go through.
             lean = self.commits and needed - self._results + self._gradients <= free

@@ -7,6 +7,7 @@ how peaks are known: JAX cannot reset the peak it reports, and on the CPU it rep
 from __future__ import annotations
 
 import re
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,9 @@ _GPUS = ("gpu", "cuda", "rocm")
 # Of what is free, the share that is taken to lie in one block where the allocator does not tell. A program works in one
 # block, and 94 to 99 % of what was free could not be had as one (H200, 0.3 to 1.5 GiB free).
 _IN_ONE_BLOCK = 0.92
+# A GPU's memory comes back a moment after the arrays that were in it are gone: threads of JAX's own give it back. A
+# step that followed at once found the values of the one before still there, and was refused (H200, JAX 0.11.2).
+_COMES_BACK, _LOOKS_AGAIN = 0.3, 0.005
 
 
 class NotEnoughMemoryError(Exception):
@@ -111,10 +115,22 @@ class JaxMemory:
         mine = [array for array in jax.live_arrays() if self._device in array.devices()]
         return sum(array.nbytes // max(len(array.devices()), 1) for array in mine)
 
-    def free(self, budget: int | None) -> int | None:
-        """Bytes a program may take, or `None` where there is no limit that is known."""
+    def free(self, budget: int | None, wanted: int = 0) -> int | None:
+        """Bytes a program may take, or `None` where there is no limit that is known.
+
+        Args:
+            budget: Bytes that are not to be exceeded.
+            wanted: While less is free, it is waited for a moment.
+        """
         limits = [limit for limit in (self._limit, budget) if limit is not None]
-        return max(min(limits) - self.current(), 0) if limits else None
+        if not limits:
+            return None
+        until = time.monotonic() + _COMES_BACK
+        while True:
+            free = max(min(limits) - self.current(), 0)
+            if free >= wanted or time.monotonic() > until:
+                return free
+            time.sleep(_LOOKS_AGAIN)
 
     def largest_block(self) -> int | None:
         """The most bytes that can be had at once, where the allocator tells."""

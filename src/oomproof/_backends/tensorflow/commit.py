@@ -1,7 +1,8 @@
 """The lean commit: for models whose new values do not fit on the device beside the old ones.
 
-Keras's optimizer runs as it is, op by op and in place. Before it does, every variable it may write is copied to
-the host, so that a failure, or Ctrl-C, in the middle is undone.
+Keras's optimizer runs as it is, op by op and in place, a few rows of a variable at a time where it allows that
+(common/rows.py). Before it does, every variable it may write is copied to the host, so that a failure, or Ctrl-C, in
+the middle is undone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from oomproof._backends.common import rows
 from oomproof._backends.common.engine import taken_back, to_the_end
 from oomproof._backends.common.model import written_by_update
 from oomproof._backends.tensorflow.writes import COMMIT_SCOPE
@@ -47,7 +49,7 @@ def commit_leanly(
     try:
         journal = _journal(variable._value for variable in variables)
         if gradients:
-            with tf.name_scope(COMMIT_SCOPE):
+            with tf.name_scope(COMMIT_SCOPE), _in_rows(optimizer):
                 apply(list(gradients))
         for variable, value in pending:
             variable.assign(value)
@@ -59,6 +61,50 @@ def commit_leanly(
             # Run eagerly, ops have no names: say in the error itself where it happened.
             raise type(error)(None, None, f"{error.message} [in {COMMIT_SCOPE}]") from None
         raise
+
+
+@contextlib.contextmanager
+def _in_rows(optimizer: Any) -> Iterator[None]:
+    """Lets Keras update large variables a few rows at a time: the same numbers from less memory."""
+    inner = rows.inner_of(optimizer)
+    if not rows.goes_by_rows(inner):
+        yield
+        return
+    update_whole = inner.update_step
+
+    def update(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        parts = rows.bounds(variable)
+        # Inside of a graph, and for gradients that are rows themselves, nothing is gained.
+        if len(parts) < 2 or not tf.executing_eagerly() or isinstance(gradient, tf.IndexedSlices):
+            update_whole(gradient, variable, learning_rate)
+            return
+        index = inner._get_variable_index(variable)
+        whole = {"": variable} | {name: slot._value for name, slot in rows.slots_of(inner, index).items()}
+        for start, stop in parts:
+            some = {name: tf.Variable(each[start:stop]) for name, each in whole.items()}
+            own = some.pop("")
+            with rows.standing_in(inner, index, some):
+                update_whole(gradient[start:stop], own, learning_rate)
+            for each, new in zip(whole.values(), (own, *some.values()), strict=True):
+                overwrite(each, new.value(), start)
+
+    # Not through Keras's __setattr__, which would track what it is given.
+    vars(inner)["update_step"] = update
+    try:
+        yield
+    finally:
+        vars(inner).pop("update_step", None)
+
+
+def overwrite(variable: tf.Variable, value: Any, start: int = 0) -> None:
+    """Writes rows of a variable where they are, which takes no memory if nobody else holds its value.
+
+    Not with `variable[a:b].assign`, which reads the whole variable first. A variable that is written in slices is
+    copied whenever it is read from then on, unless that is taken back.
+    """
+    stop = start + len(value)
+    tf.raw_ops.ResourceStridedSliceAssign(ref=variable.handle, begin=[start], end=[stop], strides=[1], value=value)
+    tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
 
 
 @contextlib.contextmanager
@@ -110,14 +156,7 @@ def _is_restored(variable: tf.Variable, value: np.ndarray[Any, Any]) -> bool:
 
 
 def _overwrite(variable: tf.Variable, value: np.ndarray[Any, Any]) -> None:
-    """Restores a value in place, in slices, where there is no room for a second copy.
-
-    Not with `variable[a:b].assign`, which reads the whole variable first. A last resort: TensorFlow copies a
-    variable that was ever written in slices whenever it is read.
-    """
-    rows = max(1, _RESTORED_AT_ONCE * len(value) // value.nbytes)
-    for start in range(0, len(value), rows):
-        piece = value[start : start + rows]
-        tf.raw_ops.ResourceStridedSliceAssign(
-            ref=variable.handle, begin=[start], end=[start + len(piece)], strides=[1], value=piece
-        )
+    """Restores a value in place, a few rows at a time, where there is no room for a second copy."""
+    rows_at_once = max(1, _RESTORED_AT_ONCE * len(value) // value.nbytes)
+    for start in range(0, len(value), rows_at_once):
+        overwrite(variable, value[start : start + rows_at_once], start)

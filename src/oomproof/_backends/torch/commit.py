@@ -5,7 +5,8 @@ write is copied first. If anything fails, also Ctrl-C, the copies are put back, 
 
 The copies are on the device, where they cost little time and are gone before the next forward pass needs the
 room. The lean commit, for models whose copies do not fit there, has them on the host, and updates one variable
-after the other, so that what the optimizer computes in between is there for one variable at a time.
+after the other, a few rows at a time where the optimizer allows it (common/rows.py), so that what is computed in
+between is small.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import keras
 import torch
 
+from oomproof._backends.common import rows
 from oomproof._backends.common.engine import taken_back, to_the_end
 from oomproof._backends.common.model import written_by_update
 from oomproof._backends.torch.writes import settled, write
 from oomproof._compat.torch import cloned, updates_all_at_once
 
 _MARK = "_oomproof_commit"
-# Advances a value that all variables share whenever it is called.
-_SHARING = ("Nadam",)
 
 
 def failed_in_commit(error: BaseException) -> bool:
@@ -115,17 +116,22 @@ def _unique(variables: Sequence[Any]) -> list[Any]:
 @contextlib.contextmanager
 def _one_by_one(optimizer: Any) -> Iterator[None]:
     """Lets Keras's update of all variables at once go one by one: the same numbers from less memory."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    kind = type(inner)
-    if kind.__name__ in _SHARING or not updates_all_at_once(kind):
+    inner = rows.inner_of(optimizer)
+    if not updates_all_at_once(type(inner)):
         # Optimizers of other kinds go one by one as it is.
         yield
         return
     update_all = inner._backend_update_step
+    # Nadam advances a product that all variables share, whenever it is called.
+    shared = [v for name, v in vars(inner).items() if isinstance(v, keras.Variable) and name != "_iterations"]
 
     def update_each(gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
+        before = cloned([variable._value for variable in shared])
         for gradient, variable in zip(gradients, variables, strict=True):
-            update_all([gradient], [variable], learning_rate)
+            for gradient_rows, stand_in in _in_rows(inner, gradient, variable):
+                for value, old in zip((variable._value for variable in shared), before, strict=True):
+                    value.copy_(old)
+                update_all([gradient_rows], [stand_in], learning_rate)
 
     # Not through Keras's __setattr__, which would track what it is given.
     vars(inner)["_backend_update_step"] = update_each
@@ -133,3 +139,23 @@ def _one_by_one(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         vars(inner).pop("_backend_update_step", None)
+
+
+def _in_rows(optimizer: Any, gradient: Any, variable: Any) -> Iterator[tuple[Any, Any]]:
+    """A gradient and its variable, or a few rows of both at a time, with the optimizer made to find their slots."""
+    parts = rows.bounds(variable) if rows.goes_by_rows(optimizer) else []
+    if len(parts) < 2:
+        yield gradient, variable
+        return
+    index = optimizer._get_variable_index(variable)
+    slots = rows.slots_of(optimizer, index)
+    for start, stop in parts:
+        views = {name: _Rows(slot._value[start:stop]) for name, slot in slots.items()}
+        with rows.standing_in(optimizer, index, views):
+            yield gradient[start:stop], _Rows(variable._value[start:stop])
+
+
+class _Rows(NamedTuple):
+    """Rows of a variable, as Keras's updates take one. What is written to them is written to it."""
+
+    value: torch.Tensor

@@ -1,0 +1,81 @@
+"""The lean update a few rows at a time: the same numbers, bit for bit, as weight by weight; and from less memory."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from here import only, representative
+
+from oomproof import _backends as backends
+from oomproof._backends.common import rows
+
+_OPTIMIZERS = {
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "Adam": {"amsgrad": True, "weight_decay": 0.01},
+    "AdamW": {"clipnorm": 0.5},
+    "Adamax": {},
+    "Adadelta": {"learning_rate": 0.5},
+    "Adagrad": {},
+    "Nadam": {},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Lion": {"use_ema": True},
+    "Ftrl": {"l1_regularization_strength": 0.01},
+    # Of these a row does not go by itself.
+    "Adafactor": {},
+    "Lamb": {},
+    "Muon": {},
+}
+
+
+@pytest.mark.parametrize("name", representative(_OPTIMIZERS, "SGD", "Adam", "Nadam", "Lion", "Lamb"))
+def test_rows_change_no_number(name, monkeypatch):
+    whole = _trained(name, monkeypatch, at_once=2**40)
+    few = _trained(name, monkeypatch, at_once=2000)
+    plain = _trained(name, monkeypatch, at_once=2000, lean=False)
+    for one, other, usual in zip(whole, few, plain, strict=True):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_allclose(one, usual, rtol=1e-4, atol=1e-5)
+
+
+@only("tensorflow", "torch", because="updates a few rows at a time")
+def test_large_weights_go_by_rows(monkeypatch):
+    seen = []
+    bounds = rows.bounds
+    monkeypatch.setattr(rows, "bounds", lambda variable: seen.append(len(bounds(variable))) or bounds(variable))
+    _trained("Adam", monkeypatch, at_once=2000, steps=1)
+    assert max(seen) > 4
+
+
+def test_optimizers_of_ones_own_are_left_alone():
+    class Own(keras.optimizers.Adam):
+        pass
+
+    assert rows.goes_by_rows(keras.optimizers.Adam())
+    assert rows.goes_by_rows(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
+    assert not rows.goes_by_rows(Own())
+    assert not rows.goes_by_rows(keras.optimizers.Lamb())
+
+
+def _trained(name, monkeypatch, at_once, lean=True, steps=3):
+    monkeypatch.setattr(rows, "AT_ONCE", at_once)
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.Input((8,), dtype="int32"),
+        keras.layers.Embedding(101, 24),
+        keras.layers.Conv1D(30, 3),
+        keras.layers.Flatten(),
+        keras.layers.Dense(40),
+        keras.layers.Dense(3),
+    ]
+    model = keras.Sequential(layers)
+    optimizer = getattr(keras.optimizers, name)(**_OPTIMIZERS[name])
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    step, rng = backends.current().step(model), np.random.default_rng(0)
+    for _ in range(steps):
+        x, y = rng.integers(0, 101, (12, 8)).astype("int32"), rng.integers(0, 3, 12)
+        data = backends.current().as_batch(x, y, None)
+        step.prepare(data, "train")
+        step.train(data, 3, lean, None)
+    kept = [value for value in vars(optimizer).values() if isinstance(value, keras.Variable)]
+    return [np.array(keras.ops.convert_to_numpy(v)) for v in (*model.variables, *optimizer.variables, *kept)]
