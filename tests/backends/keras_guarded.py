@@ -15,7 +15,7 @@ from keras.src.models.model import Trainer
 from keras.src.trainers.trainer import Trainer as BaseTrainer
 
 import oomproof
-from oomproof._backends.pieces import piece_count, power_of_two
+from oomproof._backends.pieces import piece_count, usual_count
 from oomproof._training.training import Training
 
 if keras.backend.backend() == "jax":
@@ -116,7 +116,7 @@ def _cut_every_batch():
             forced = piece_count(batch.size, min(_LARGEST_PIECE, max(1, batch.size // 2)))
             count = max(count, min(forced, _MOST_PIECES))
         if training.step.equal_pieces_only() and count > 1:
-            count = power_of_two(count)
+            count = usual_count(max(batch.size, 1), count)
         count = min(count, max(batch.size, 1))
         if count > 1:
             _outcomes[_running]["cut"] = True

@@ -176,11 +176,11 @@ def test_a_batch_that_cannot_be_cut_says_so():
         driver.run("train", tuple(BATCH))
 
 
-def test_compiled_steps_use_powers_of_two():
+def test_compiled_steps_use_few_numbers_of_pieces():
     driver = driver_on(90, slope=1, equal_pieces=True)
     driver.run("train", BATCH)
     pieces = driver.step.done[0][2]
-    assert pieces & (pieces - 1) == 0
+    assert pieces & (pieces - 1) == 0 or len(BATCH) % pieces == 0
 
 
 @pytest.mark.parametrize("fixed", [0, 100, 500])
@@ -225,7 +225,7 @@ def test_what_is_not_exact_is_said_once_and_kept_in_the_plan(caplog):
 def test_data_is_looked_at_again_and_more_and_more_seldom():
     driver = driver_on(1000, slope=10, settings=Settings(micro_batch_size=16))
     asked = []
-    driver.step.look = lambda data, pieces, again=False: asked.append((len(asked_at), again))
+    driver.step.look = lambda data, pieces, again=False, room=None: asked.append((len(asked_at), again))
     asked_at = []
     for _ in range(130):
         asked_at.append(1)

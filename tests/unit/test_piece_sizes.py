@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oomproof._backends.pieces import usual_count
 from oomproof._training import piece_sizes
 from oomproof._training.piece_sizes import Evidence
 
@@ -119,3 +120,17 @@ def test_measurements_that_promised_too_much_are_believed_less_each_time():
     for size, most in ((1000, 900), (900, 675), (600, 300), (200, 100)):
         evidence = evidence.with_failure(size, 20_000)
         assert piece_sizes.smaller(evidence, size, 20_000) <= most
+
+
+@given(batch=st.integers(1, 3000), least=st.integers(1, 3000))
+def test_usual_counts_are_few_and_never_too_small(batch, least):
+    count = usual_count(batch, min(least, batch))
+    assert min(least, batch) <= count <= batch
+    assert batch % count == 0 or count & (count - 1) == 0
+
+
+def test_a_last_piece_of_another_size_is_left_out_where_it_can_be():
+    assert [usual_count(100, n) for n in (2, 3, 5, 6, 9)] == [2, 4, 5, 8, 10]
+    assert [usual_count(96, n) for n in (3, 5, 7, 9)] == [3, 6, 8, 12]
+    assert usual_count(7, 3) == 4
+    assert usual_count(7, 5) == 7

@@ -201,7 +201,8 @@ def everything(request: Request, ways: list[Way]) -> Iterator[Tried]:
         for micro in range(1, min(request.batch_size, request.micro_batch_size or request.batch_size) + 1):
             pieces = piece_count(request.batch_size, micro)
             if way.equal_pieces_only:
-                pieces = min(request.batch_size, 2 ** math.ceil(math.log2(pieces)))
+                power = min(request.batch_size, 2 ** math.ceil(math.log2(pieces)))
+                pieces = min([power, *(n for n in range(pieces, power) if request.batch_size % n == 0)])
             for runs in all_runs(way.chain.segments):
                 levers = {"xla"} if way.jit else set()
                 levers |= set() if way.exact else {"mixed_precision"}

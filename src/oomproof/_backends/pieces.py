@@ -22,20 +22,24 @@ def checked_size(micro_batch_size: int | str) -> int | None:
     return int(micro_batch_size)
 
 
-def piece_count(batch_size: int, micro_batch_size: int | None, *, powers_of_two: bool = False) -> int:
+def piece_count(batch_size: int, micro_batch_size: int | None, *, few_numbers: bool = False) -> int:
     """The fewest pieces of which none holds more than `micro_batch_size` samples.
 
-    Where each number of pieces is a program of its own, powers of two keep programs few.
+    With `few_numbers` of those numbers that `usual_count` knows.
     """
     if micro_batch_size is None or batch_size <= micro_batch_size:
         return 1
     pieces = -(-batch_size // micro_batch_size)
-    return min(batch_size, power_of_two(pieces)) if powers_of_two else pieces
+    return usual_count(batch_size, pieces) if few_numbers else pieces
 
 
-def power_of_two(pieces: int) -> int:
-    """The least power of two that is not below."""
-    return 1 << (pieces - 1).bit_length()
+def usual_count(batch_size: int, pieces: int) -> int:
+    """The least number of pieces, not below this one, that is a power of two or leaves no smaller last piece.
+
+    Where each number of pieces is a program of its own, programs are to be few, and one for a last piece is another.
+    """
+    power = min(batch_size, 1 << (pieces - 1).bit_length())
+    return next((count for count in range(pieces, power) if batch_size % count == 0), power)
 
 
 def largest_piece(batch_size: int, pieces: int) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from oomproof._backends.pieces import largest_piece
+from oomproof._backends.pieces import largest_piece, usual_count
 from oomproof._planning import remat
 from oomproof._planning.ways import Piece, Way, predict, time_of
 
@@ -136,4 +136,6 @@ def _sizes(request: Request, way: Way) -> Iterator[int]:
             yield micro
         last = micro
         many = pieces >= first + _EVERY_NUMBER
-        pieces += pieces if way.equal_pieces_only else pieces // 4 if many else 1
+        pieces += pieces // 4 if many else 1
+        if way.equal_pieces_only:
+            pieces = usual_count(batch, pieces)

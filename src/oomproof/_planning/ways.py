@@ -32,7 +32,7 @@ class Way:
         host: Time the host takes to start everything in a plain step, as a multiple of the device's; 0 where nothing
             is started one by one.
         run_cost: Time to begin a run of segments again, as a share of that of its plain step's forward pass.
-        equal_pieces_only: Whether numbers of pieces are powers of two.
+        equal_pieces_only: Whether numbers of pieces are those of `usual_count`.
         adds_up: Whether the gradients of a piece are made beside the sum over pieces, not in it.
         holds_results: Whether the new values have their place from the beginning of the step, where the sum over pieces
             is kept meanwhile. Gradients of a piece are then added to it one by one.
@@ -70,7 +70,7 @@ class Way:
 
     def pieces(self, batch_size: int, micro: int) -> int:
         """Into how many pieces it cuts a batch for none to have more than `micro` samples."""
-        return piece_count(batch_size, micro, powers_of_two=self.equal_pieces_only)
+        return piece_count(batch_size, micro, few_numbers=self.equal_pieces_only)
 
 
 def predict(way: Way, micro: int, batch_size: int, runs: remat.Runs = ()) -> int:

@@ -97,7 +97,7 @@ class Training:
     def pieces(self, batch: Batch) -> int:
         """Into how many pieces a batch is cut now."""
         micro = self.current.micro_batch_size(batch.phase, batch.unit)
-        return piece_count(batch.size, micro, powers_of_two=self.step.equal_pieces_only())
+        return piece_count(batch.size, micro, few_numbers=self.step.equal_pieces_only())
 
     def free(self) -> int | None:
         """Bytes that are free, or `None` where nobody knows."""
