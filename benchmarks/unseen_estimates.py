@@ -2,9 +2,9 @@
 
     KERAS_BACKEND=torch python benchmarks/unseen_estimates.py RESULT.jsonl    # what `unseen.py --out` wrote there
 
-Only the plain runs are read. The estimate is the one `oomproof.estimate` gives a user who names the card. On JAX what was
-measured is a guarded step, whose new values have a place of their own; they are taken off, since Keras's own step puts
-them in the place of the old.
+Only the plain runs are read. The estimate is the one `oomproof.estimate` gives a user who names the card. On JAX what
+was measured is a guarded step, whose new values have a place of their own; they are taken off, since Keras's own step
+puts them in the place of the old.
 """
 
 from __future__ import annotations
