@@ -20,8 +20,8 @@ _OPTIMIZERS = {
     "Nadam": {},
     "RMSprop": {"momentum": 0.5, "centered": True},
     "Lion": {"use_ema": True},
+    # Of these a row does not go by itself, or not to the last bit.
     "Ftrl": {"l1_regularization_strength": 0.01},
-    # Of these a row does not go by itself.
     "Adafactor": {},
     "Lamb": {},
     "Muon": {},
@@ -47,6 +47,50 @@ def test_large_weights_go_by_rows(monkeypatch):
     assert max(seen) > 4
 
 
+def test_a_learning_rate_that_changes(monkeypatch):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    monkeypatch.setitem(_OPTIMIZERS, "SGD", {"learning_rate": schedule})
+    for whole, few in zip(_trained("SGD", monkeypatch, 2**40), _trained("SGD", monkeypatch, 2000), strict=True):
+        np.testing.assert_array_equal(whole, few)
+
+
+@only("tensorflow", "torch", because="updates a few rows at a time")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_optimizer_is_as_it_was_after_an_update_that_failed(monkeypatch, error):
+    """Its methods and lists, too, and not its values alone: the next step goes on from there."""
+    monkeypatch.setattr(rows, "AT_ONCE", 2000)
+    model = _model(keras.optimizers.Adam())
+    step, data = backends.current().step(model), _batch(np.random.default_rng(0))
+    step.prepare(data, "train")
+    step.train(data, 3, True, None)
+    optimizer = model.optimizer
+    before = {name: (id(value), str(value)[:50]) for name, value in vars(optimizer).items()}
+    values = [np.array(keras.ops.convert_to_numpy(v)) for v in (*model.variables, *optimizer.variables)]
+    put, calls = rows.stand_in, []
+
+    def failing(*arguments):
+        put(*arguments)
+        calls.append(1)
+        if len(calls) == 3:
+            raise error
+
+    monkeypatch.setattr(rows, "stand_in", failing)
+    with pytest.raises(error):
+        step.train(data, 3, True, None)
+    assert {name: (id(value), str(value)[:50]) for name, value in vars(optimizer).items()} == before
+    for value, variable in zip(values, (*model.variables, *optimizer.variables), strict=True):
+        np.testing.assert_array_equal(value, keras.ops.convert_to_numpy(variable))
+
+
+def test_what_an_update_takes_is_known_before_the_optimizer_is_built():
+    model = _model(keras.optimizers.Adam())
+    small = rows.work_of_update(model)
+    assert small > 0
+    model.compile(keras.optimizers.Adam(global_clipnorm=1.0), "mse")
+    gradients = sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables)
+    assert rows.work_of_update(model) > small + gradients
+
+
 def test_optimizers_of_ones_own_are_left_alone():
     class Own(keras.optimizers.Adam):
         pass
@@ -55,10 +99,12 @@ def test_optimizers_of_ones_own_are_left_alone():
     assert rows.goes_by_rows(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
     assert not rows.goes_by_rows(Own())
     assert not rows.goes_by_rows(keras.optimizers.Lamb())
+    changed = keras.optimizers.Adam()
+    vars(changed)["update_step"] = lambda gradient, variable, rate: None
+    assert not rows.goes_by_rows(changed)
 
 
-def _trained(name, monkeypatch, at_once, lean=True, steps=3):
-    monkeypatch.setattr(rows, "AT_ONCE", at_once)
+def _model(optimizer):
     keras.utils.set_random_seed(1)
     layers = [
         keras.Input((8,), dtype="int32"),
@@ -69,12 +115,21 @@ def _trained(name, monkeypatch, at_once, lean=True, steps=3):
         keras.layers.Dense(3),
     ]
     model = keras.Sequential(layers)
-    optimizer = getattr(keras.optimizers, name)(**_OPTIMIZERS[name])
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def _batch(rng):
+    return backends.current().as_batch(rng.integers(0, 101, (12, 8)).astype("int32"), rng.integers(0, 3, 12), None)
+
+
+def _trained(name, monkeypatch, at_once, lean=True, steps=3):
+    monkeypatch.setattr(rows, "AT_ONCE", at_once)
+    optimizer = getattr(keras.optimizers, name)(**_OPTIMIZERS[name])
+    model = _model(optimizer)
     step, rng = backends.current().step(model), np.random.default_rng(0)
     for _ in range(steps):
-        x, y = rng.integers(0, 101, (12, 8)).astype("int32"), rng.integers(0, 3, 12)
-        data = backends.current().as_batch(x, y, None)
+        data = _batch(rng)
         step.prepare(data, "train")
         step.train(data, 3, lean, None)
     kept = [value for value in vars(optimizer).values() if isinstance(value, keras.Variable)]

@@ -125,7 +125,7 @@ class Planner:
             with contextlib.suppress(CannotFitError):
                 return search.fastest(request, ways)
         # On JAX one program makes the update, in the place of what it updates.
-        update = None if self._backend.traits.holds_results else work_of_update(self._model.optimizer)
+        update = None if self._backend.traits.holds_results else work_of_update(self._model)
         lean = [dataclasses.replace(way, commit=0, update=update) for way in ways]
         return dataclasses.replace(search.fastest(request, lean), lean_commit=True)
 
@@ -134,11 +134,15 @@ class Planner:
             return trial.MARGIN
         mode, share = mode_of(self._backend, workload.jit, self._model), self._backend.traits.search_share
         margin = 1 + band_of("trace", self._backend.name, mode).above
-        if workload.jit or not workload.target.gpu or not share:
+        if not self._breaks_up(workload):
             return margin
         convolves = any(hasattr(layer, "kernel_size") for layer in self._model._flatten_layers())
-        unsplit = min(_UNSPLIT, limit // 3)
-        return margin * _BROKEN_UP * (share / (share - 1) if convolves else 1) * limit / (limit - unsplit)
+        unsplit = limit / max(limit - min(_UNSPLIT, limit // 3), 1) if limit > 0 else 1.0
+        return margin * _BROKEN_UP * (share / (share - 1) if convolves else 1) * unsplit
+
+    def _breaks_up(self, workload: Workload) -> bool:
+        """Whether the step's allocator comes to have its memory in pieces, and no trace shows which."""
+        return not workload.jit and workload.target.gpu and bool(self._backend.traits.search_share)
 
     def _is_tried(self, workload: Workload) -> bool:
         """Whether a trace shows what this very step allocates."""
@@ -165,7 +169,7 @@ class Planner:
         look_at_the_clock()
         with simulators.one_at_a_time(), computed_in(self._model, plan.precision):
             found = simulators.trace(self._backend, self._model, step)
-        return trial.with_update_of(found, work_of_update(self._model.optimizer)) if plan.lean_commit else found
+        return trial.with_update_of(found, work_of_update(self._model)) if plan.lean_commit else found
 
     def propose(self, data: Any, device: Device, limit: int, caution: float) -> Plan | None:
         """A plan for this very batch; `None` where none is needed, none can be made, or nothing is predicted to fit.
@@ -227,7 +231,7 @@ class Planner:
         # What was looked at was seen to fit, or not to.
         if found.caveats and not self._is_tried(workload):
             with contextlib.suppress(CannotFitError):
-                hardly = _HARDLY if workload.jit else _HARDLY * _BROKEN_UP
+                hardly = _HARDLY * _BROKEN_UP if self._breaks_up(workload) else _HARDLY
                 exact = self.make(workload, limit, caution / self._margin(workload, limit) * hardly)
                 return found if exact.caveats else exact
         return found

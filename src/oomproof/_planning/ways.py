@@ -120,14 +120,21 @@ class Piece:
     def of(cls, way: Way, micro: int, batch_size: int) -> Piece:
         chain, gradients = way.chain, way.gradients
         plain = cls._made(chain, chain.batch_size)
-        sum_of_parts = plain.predicted(remat.peak(plain.segments, ()))
+        inside = remat.peak(plain.segments, ())
+        sum_of_parts = plain.predicted(inside)
         base, factor = chain.resident + gradients + chain.update, Fraction(0)
         if sum_of_parts > base:
             factor = Fraction(chain.peak - base, sum_of_parts - base)
         if not Fraction(1, _FAR_OFF) <= factor <= _FAR_OFF:
             base, factor = 0, Fraction(max(1, chain.peak), max(1, sum_of_parts))
         if way.update is not None:
-            chain = dataclasses.replace(chain, update=min(way.update, chain.update))
+            # What is compiled takes little. The update that is made instead runs op by op.
+            update = way.update if way.jit else min(way.update, chain.update)
+            base = base and base + update - chain.update
+            if update < way.chain.update and plain.updating >= plain.beside + inside:
+                # Then the peak tells nothing of the segments.
+                base, factor = 0, Fraction(1)
+            chain = dataclasses.replace(chain, update=update)
         batch = math.ceil(way.batch_on_device * remat.share(chain.inputs, batch_size, chain.batch_size))
         rows = remat.share(chain.rows, batch_size, chain.batch_size)  # The update needs those of all pieces.
         there = chain.resident + gradients + rows + batch

@@ -47,6 +47,7 @@ class Proving:
         self._step = step
         self._memory = memory
         self._proofs = settings.proofs
+        self._budget = settings.budget
         # Who allows what is exact alone cannot go on without a proof.
         self._seconds = _UNTIL_PROVEN if settings.exact_only else PATIENCE
         self._say = say
@@ -74,8 +75,9 @@ class Proving:
 
     def _room(self) -> int | None:
         """Bytes that are free, or `None` where nobody knows."""
-        limit, use = self._memory.describe().limit, self._memory.usage()
-        return None if limit is None or use is None else limit - use.current
+        limits = [limit for limit in (self._memory.describe().limit, self._budget) if limit is not None]
+        use = self._memory.usage()
+        return None if not limits or use is None else min(limits) - use.current
 
     def of_predictions(self, data: Any) -> Exactness | None:
         """What pieces make of predictions where they are not those of the whole batch; `None` where nobody knows."""

@@ -125,10 +125,11 @@ class JaxMemory:
         limits = [limit for limit in (self._limit, budget) if limit is not None]
         if not limits:
             return None
-        until = time.monotonic() + _COMES_BACK
+        late = self._device.platform in _GPUS and not self.pending and wanted <= min(limits)
+        until = time.monotonic() + (_COMES_BACK if late else 0)
         while True:
             free = max(min(limits) - self.current(), 0)
-            if free >= wanted or time.monotonic() > until:
+            if free >= wanted or time.monotonic() >= until:
                 return free
             time.sleep(_LOOKS_AGAIN)
 

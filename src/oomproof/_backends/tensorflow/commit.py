@@ -71,29 +71,28 @@ def _in_rows(optimizer: Any) -> Iterator[None]:
         yield
         return
     update_whole = inner.update_step
+    with rows.put_back_at_the_end(inner) as put_back:
 
-    def update(gradient: Any, variable: Any, learning_rate: Any) -> None:
-        parts = rows.bounds(variable)
-        # Inside of a graph, and for gradients that are rows themselves, nothing is gained.
-        if len(parts) < 2 or not tf.executing_eagerly() or isinstance(gradient, tf.IndexedSlices):
-            update_whole(gradient, variable, learning_rate)
-            return
-        index = inner._get_variable_index(variable)
-        whole = {"": variable} | {name: slot._value for name, slot in rows.slots_of(inner, index).items()}
-        for start, stop in parts:
-            some = {name: tf.Variable(each[start:stop]) for name, each in whole.items()}
-            own = some.pop("")
-            with rows.standing_in(inner, index, some):
+        def update(gradient: Any, variable: Any, learning_rate: Any) -> None:
+            parts = rows.bounds(variable)
+            # Inside of a graph, and for gradients that are rows themselves, nothing is gained.
+            if len(parts) < 2 or not tf.executing_eagerly() or isinstance(gradient, tf.IndexedSlices):
+                update_whole(gradient, variable, learning_rate)
+                return
+            index = inner._get_variable_index(variable)
+            whole = {"": variable} | {name: slot._value for name, slot in rows.slots_of(inner, index).items()}
+            for start, stop in parts:
+                some = {name: tf.Variable(each[start:stop]) for name, each in whole.items()}
+                own = some.pop("")
+                rows.stand_in(inner, index, some)
                 update_whole(gradient[start:stop], own, learning_rate)
-            for each, new in zip(whole.values(), (own, *some.values()), strict=True):
-                overwrite(each, new.value(), start)
+                for each, new in zip(whole.values(), (own, *some.values()), strict=True):
+                    overwrite(each, new.value(), start)
+            put_back()
+            vars(inner)["update_step"] = update
 
-    # Not through Keras's __setattr__, which would track what it is given.
-    vars(inner)["update_step"] = update
-    try:
+        vars(inner)["update_step"] = update
         yield
-    finally:
-        vars(inner).pop("update_step", None)
 
 
 def overwrite(variable: tf.Variable, value: Any, start: int = 0) -> None:

@@ -121,38 +121,35 @@ def _one_by_one(optimizer: Any) -> Iterator[None]:
         # Optimizers of other kinds go one by one as it is.
         yield
         return
-    update_all = inner._backend_update_step
+    update_all, by_rows = inner._backend_update_step, rows.goes_by_rows(inner)
     # Nadam advances a product that all variables share, whenever it is called.
-    shared = [v for name, v in vars(inner).items() if isinstance(v, keras.Variable) and name != "_iterations"]
+    shared = [v._value for name, v in vars(inner).items() if isinstance(v, keras.Variable) and name != "_iterations"]
+    with rows.put_back_at_the_end(inner) as put_back:
 
-    def update_each(gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
-        before = cloned([variable._value for variable in shared])
-        for gradient, variable in zip(gradients, variables, strict=True):
-            for gradient_rows, stand_in in _in_rows(inner, gradient, variable):
-                for value, old in zip((variable._value for variable in shared), before, strict=True):
-                    value.copy_(old)
-                update_all([gradient_rows], [stand_in], learning_rate)
+        def update_each(gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
+            before = [value.clone() for value in shared]
+            for gradient, variable in zip(gradients, variables, strict=True):
+                for gradient_rows, some in _in_rows(inner, gradient, variable, by_rows):
+                    for value, old in zip(shared, before, strict=True):
+                        value.copy_(old)
+                    update_all([gradient_rows], [some], learning_rate)
+                put_back()
 
-    # Not through Keras's __setattr__, which would track what it is given.
-    vars(inner)["_backend_update_step"] = update_each
-    try:
+        vars(inner)["_backend_update_step"] = update_each
         yield
-    finally:
-        vars(inner).pop("_backend_update_step", None)
 
 
-def _in_rows(optimizer: Any, gradient: Any, variable: Any) -> Iterator[tuple[Any, Any]]:
+def _in_rows(optimizer: Any, gradient: Any, variable: Any, by_rows: bool) -> Iterator[tuple[Any, Any]]:
     """A gradient and its variable, or a few rows of both at a time, with the optimizer made to find their slots."""
-    parts = rows.bounds(variable) if rows.goes_by_rows(optimizer) else []
+    parts = rows.bounds(variable) if by_rows and not gradient.is_sparse else []
     if len(parts) < 2:
         yield gradient, variable
         return
     index = optimizer._get_variable_index(variable)
     slots = rows.slots_of(optimizer, index)
     for start, stop in parts:
-        views = {name: _Rows(slot._value[start:stop]) for name, slot in slots.items()}
-        with rows.standing_in(optimizer, index, views):
-            yield gradient[start:stop], _Rows(variable._value[start:stop])
+        rows.stand_in(optimizer, index, {name: _Rows(slot._value[start:stop]) for name, slot in slots.items()})
+        yield gradient[start:stop], _Rows(variable._value[start:stop])
 
 
 class _Rows(NamedTuple):
