@@ -49,7 +49,7 @@ _HOPEFUL = 0.7
 # an H200 graphs that were planned for 1.10 times their trace ran out, some in their third step.
 _BROKEN_UP = 1.06
 # And this much of a small card: the allocator does not split a block for less. Of 14 plans that were to fill a quarter
-# of 1.5 to 3 GB, three ran out in their second step and most of the others came to within 6 % of it.
+# of 1.5 to 3 GB, two ran out in their second step and most of the others came to within 6 % of it.
 _UNSPLIT = 128 * 2**20
 # Below this share of the limit, by a rough upper bound, nobody needs a plan.
 _PLENTY = 0.5
