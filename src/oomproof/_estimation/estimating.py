@@ -113,6 +113,7 @@ def _estimate(asked: Asked, batch_size: int, found: _Answered, began: float) -> 
     peak = replayed.peak if answer.peak is None else answer.peak
     mode = mode_of(backend, found.compiled, asked.model)
     tuned = answer.tuned and asked.here
+    known = asked.jit is not None or answer.measured  # Whether it is compiled.
     band = band_of(found.engine, backend.name, mode, measured=answer.measured, tuned=tuned)
     high = int((peak + answer.unknown[1]) * (1 + band.above))
     if mode == "graph" and card is not None and not answer.measured:
@@ -141,7 +142,7 @@ def _estimate(asked: Asked, batch_size: int, found: _Answered, began: float) -> 
         peak_at=shares.moment(answer.trace, replayed),
         timeline=shares.thinned(replayed.timeline),
         seconds=time.perf_counter() - began,
-        notes=answer.notes if asked.jit is not None else (*notes_on_jit(asked.model, backend), *answer.notes),
+        notes=answer.notes if known else (*notes_on_jit(asked.model, backend), *answer.notes),
     )
 
 
