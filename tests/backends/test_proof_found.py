@@ -224,16 +224,21 @@ def test_what_begins_with_more_samples_than_a_piece_has_is_seen_in_two_pieces():
     assert "larger ones" in str(run.exactness)
 
 
-def test_two_pieces_are_looked_at_only_where_there_is_room_for_them(monkeypatch):
+@pytest.mark.parametrize("room", [0, None])
+def test_no_more_is_looked_at_than_there_is_room_for(monkeypatch, room):
     """A look that runs out of memory is ten seconds lost on TensorFlow."""
-    seen, look = [], oomproof._backends.common.step.ModelStep.look
-    monkeypatch.setattr("oomproof._training.proving.Proving._room", lambda self: 0)
-    monkeypatch.setattr(
-        "oomproof._backends.common.step.ModelStep.look",
-        lambda *given, **options: seen.append(options["room"]) or look(*given, **options),
-    )
+    from oomproof._backends.common.step import ModelStep
+
+    sizes, compare = [], ModelStep._forward_disagreements
+    monkeypatch.setattr("oomproof._training.proving.Proving._room", lambda self: room)
+
+    def comparing(self, data, pieces, others):
+        sizes.append(-(-self.batch_size(data) // others))
+        return compare(self, data, pieces, others)
+
+    monkeypatch.setattr(ModelStep, "_forward_disagreements", comparing)
     run = trained(lambda: classifier(MixingMany()), numbers(BATCH), classes(BATCH))
-    assert (seen[0], run.exactness.word) == (0, "exact")
+    assert (max(sizes) > run.plan.micro_batch_size) == (room is None)
 
 
 def test_an_output_about_all_samples_of_a_batch_is_refused():

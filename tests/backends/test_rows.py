@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -45,6 +49,26 @@ def test_large_weights_go_by_rows(monkeypatch):
     monkeypatch.setattr(rows, "bounds", lambda variable: seen.append(len(bounds(variable))) or bounds(variable))
     _trained("Adam", monkeypatch, at_once=2000, steps=1)
     assert max(seen) > 4
+
+
+_TIGHT = """
+import keras, numpy as np, oomproof
+model = keras.Sequential([keras.Input((4096,)), keras.layers.Dense(4096), keras.layers.Dense(3)])
+model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+x, y = np.ones((32, 4096), "float32"), np.zeros(32, "int32")
+run = oomproof.fit(model, x, y, batch_size=32, verbose=0).run
+print(run.plan.lean_commit, run.ooms)
+"""
+
+
+@only("tensorflow", because="peaks of a real allocator on a CPU")
+def test_an_update_that_fits_in_rows_alone():
+    """Weights, slots and gradients of 256 MiB in 400: beside them the update of the one large weight took 192 more."""
+    limited = {"TF_CPU_ALLOCATOR_USE_BFC": "true", "TF_CPU_BFC_MEM_LIMIT_IN_MB": "400", "TF_ENABLE_ONEDNN_OPTS": "0"}
+    child = subprocess.run(
+        [sys.executable, "-c", _TIGHT], env={**os.environ, **limited}, capture_output=True, text=True, timeout=300
+    )
+    assert child.stdout.split()[-2:] == ["True", "0"], child.stderr[-2000:]
 
 
 def test_a_learning_rate_that_changes(monkeypatch):

@@ -15,6 +15,8 @@ import numpy as np
 from oomproof._records.trace import Buffer, Trace
 
 _MIB = 2**20
+# Of a block that is less than twice what is asked for, TensorFlow's and JAX's allocator splits off no less than this.
+UNSPLIT = 128 * _MIB
 # The size of a segment that nothing is too large for.
 ENDLESS = 2**60
 
@@ -83,7 +85,7 @@ _BFC = Rules(
     unit=256,
     segment=lambda size: ENDLESS,
     pool=lambda size: 0,
-    splits=lambda block, size: block >= 2 * size or block - size >= 128 * _MIB,
+    splits=lambda block, size: block >= 2 * size or block - size >= UNSPLIT,
 )
 RULES = {
     "bfc": _BFC,

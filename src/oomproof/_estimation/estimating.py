@@ -11,7 +11,7 @@ from oomproof._backends import current
 from oomproof._backends.base import Backend
 from oomproof._backends.common.precision import computed_in
 from oomproof._estimation import naming, shares
-from oomproof._estimation.allocator import replay
+from oomproof._estimation.allocator import UNSPLIT, replay
 from oomproof._estimation.bands import band_of
 from oomproof._estimation.cards import card_of, limit_of
 from oomproof._estimation.engines.base import Answer, Question, engine_for
@@ -63,11 +63,6 @@ class _Answered:
     settled: bool
 
 
-# TensorFlow's allocator counts a block that it does not split as used whole, and splits none for less. Where it does so
-# depends on what ran before: on an H200 5 of 19 unseen models took 28 to 54 MiB more than the band alone says.
-_UNSPLIT = 128 * 2**20
-
-
 def estimated(asked: Asked, batch_size: int) -> tuple[Estimate, bool]:
     """The estimate, and whether it is settled that a step fits whose `expected` does."""
     began = time.perf_counter()
@@ -117,7 +112,9 @@ def _estimate(asked: Asked, batch_size: int, found: _Answered, began: float) -> 
     band = band_of(found.engine, backend.name, mode, measured=answer.measured, tuned=tuned)
     high = int((peak + answer.unknown[1]) * (1 + band.above))
     if mode == "graph" and card is not None and not answer.measured:
-        high += _UNSPLIT
+        # A block that is not split counts as used whole, and which one is not depends on what ran before: on an H200
+        # 5 of 19 unseen models took 28 to 54 MiB more than the band alone says.
+        high += UNSPLIT
     limit = None if card is None else limit_of(card, backend, here=asked.here)
     if found.settled and limit is not None:
         high = min(high, max(limit, peak))

@@ -18,7 +18,7 @@ from oomproof._backends.common.model import statistics_caveat, unpack
 from oomproof._backends.common.precision import computed_in, policy_of
 from oomproof._backends.common.rows import work_of_update
 from oomproof._compat.keras import standardize_dtype
-from oomproof._estimation.allocator import replay
+from oomproof._estimation.allocator import UNSPLIT, replay
 from oomproof._estimation.bands import band_of
 from oomproof._estimation.modes import mode_of
 from oomproof._estimation.naming import described
@@ -48,9 +48,9 @@ _HOPEFUL = 0.7
 # How much more a step takes of an allocator than its trace, where no trace of the plan is played through its rules. On
 # an H200 graphs that were planned for 1.10 times their trace ran out, some in their third step.
 _BROKEN_UP = 1.06
-# And this much of a small card: the allocator does not split a block for less. Of 14 plans that were to fill a quarter
-# of 1.5 to 3 GB, two ran out in their second step and most of the others came to within 6 % of it.
-_UNSPLIT = 128 * 2**20
+# And what it does not split off a block, but no more than this share of a small card. Of 18 plans for a quarter of what
+# a step takes, 0.3 to 12 GiB, two ran out in their second step, on the smallest cards.
+_MOST_UNSPLIT = 3
 # Below this share of the limit, by a rough upper bound, nobody needs a plan.
 _PLENTY = 0.5
 
@@ -137,7 +137,7 @@ class Planner:
         if not self._breaks_up(workload):
             return margin
         convolves = any(hasattr(layer, "kernel_size") for layer in self._model._flatten_layers())
-        unsplit = limit / max(limit - min(_UNSPLIT, limit // 3), 1) if limit > 0 else 1.0
+        unsplit = limit / max(limit - min(UNSPLIT, limit // _MOST_UNSPLIT), 1) if limit > 0 else 1.0
         return margin * _BROKEN_UP * (share / (share - 1) if convolves else 1) * unsplit
 
     def _breaks_up(self, workload: Workload) -> bool:

@@ -55,13 +55,15 @@ class Looking(abc.ABC):
         largest = largest_piece(size, pieces)
         # Smaller ones with other borders: both halves of a piece may be alike. And larger ones, since what a layer does
         # may begin with so many samples: the forward pass of two pieces mostly takes no more than a step of one.
-        two = self.engine.take(data, 0, min(2 * largest, size))
+        together = min(2 * largest, size)
+        if room is not None:
+            together = min(together, room // max(_ALIVE * largest_output(self.model, 1), 1))
+        two = self.engine.take(data, 0, max(together, 1))
         looks = [("smaller", data, pieces, piece_count(size, (2 * largest + 1) // 3)), ("larger", two, 2, 1)]
         if largest == 1:
             looks[0] = "larger", data, pieces, pieces // 2
         for which, samples, count, other in looks:
-            beyond = which == "larger" and room is not None and _ALIVE * largest_output(self.model, 2 * largest) > room
-            if count == other or beyond:
+            if count == other or (which == "larger" and together <= largest):
                 continue
             found = self._forward_disagreements(samples, count, other)
             if found and losses.UNDECIDED in self._added_losses[True]:
