@@ -18,9 +18,9 @@ HEADROOM = 0.93
 # run the operations of a graph side by side and in different orders, and no allocator that is full makes them wait. Of
 # 12 random models, whole and in quarters, the largest of 12 equal steps took up to 1.18 times what the first took, most
 # of them up to 1.05 times (python benchmarks/peak_spread.py --seed 1 --count 12). A step in pieces was seen to take
-# 1.18 times what was computed from smaller ones (unseen.py --seed 1 --only 9:0.5 --as-budget). With 0.86 and with 0.8
-# a budget of 12 MB was exceeded by 3 to 6 % (test_no_step_goes_over_the_budget).
-CPU_BUDGET_HEADROOM = 0.76
+# 1.18 times what was computed from smaller ones (unseen.py --seed 1 --only 9:0.5 --as-budget), and 1.35 times in one of
+# ten runs of test_no_step_goes_over_the_budget, whose 12 MB were then exceeded with 0.86, 0.8 and 0.76.
+CPU_BUDGET_HEADROOM = 0.7
 # Of a size that failed, the share that is tried next at most, after one failure, two, and more.
 _BELIEF = (0.9, 0.75, 0.5)
 # A size that once failed comes back only when this much more memory is free than when it failed.
