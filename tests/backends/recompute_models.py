@@ -191,11 +191,12 @@ def made(build, mode):
     return model
 
 
-def take_over(model, segments, pieces=1):
+def take_over(model, segments, pieces=1, head=None):
     """Trains the model with our step, without the driver that decides what to do."""
     backend = backends.current()
     step = backend.step(model)
     step.recompute = segments
+    step.head = head
 
     def run(phase, data, spec):
         step.prepare(data, phase)
@@ -215,12 +216,14 @@ def variables(model):
     }
 
 
-def trained(build, data, mode, segments=None, pieces=1, epochs=2):
+def trained(build, data, mode, segments=None, pieces=1, epochs=2, head=None):
     """The model, its variables and its history; plain without `segments`, a function that names those of a model."""
     model = made(build, mode)
     if segments is not None:
-        take_over(model, segments(model), pieces)
-    history = model.fit(*data, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0).history
+        take_over(model, segments(model), pieces, head)
+    x, y, *weights = data
+    weights = weights[0] if weights else None
+    history = model.fit(x, y, sample_weight=weights, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0).history
     return model, variables(model), history
 
 

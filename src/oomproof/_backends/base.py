@@ -76,6 +76,8 @@ class Step(Protocol):
     # Segments that are computed again in the backward pass. Setting it forgets programs that were made for others;
     # ValueError for labels that the model does not have.
     recompute: tuple[str, ...]
+    # Where the head of the model begins, and into how many parts it is cut while training, if it is. Likewise.
+    head: tuple[str, int] | None
     # What the model was when this step was made for it. Its caches are good for nothing else.
     fingerprint: Any
     # Whether Keras's own traces go on with the variables they were made with when the model has others.

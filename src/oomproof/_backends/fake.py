@@ -90,6 +90,7 @@ class FakeStep:
     pending: list[FakePendingStep] = dataclasses.field(default_factory=list)
     budget: int | None = None
     recompute: tuple[str, ...] = ()
+    head: tuple[str, int] | None = None
     batches_on_device = 0
     tries_are_cheap: bool = False
     searches_kernels: bool = False

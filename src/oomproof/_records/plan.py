@@ -39,6 +39,10 @@ class Plan(Record):
         recompute: Segments of the model whose forward pass is computed again in the backward pass instead of being
             kept. Each is the label of a layer, or of the first and the last call of one: `"conv_1..relu_3"`. A layer
             that Keras named itself goes by its place, `"conv2d[2]"`: so a plan serves a model that is built again.
+        head: Label of the call that the head of the model begins with. From there on, its loss and metrics included, it
+            runs in parts, each differentiated at once, so that no more than one part of the last activations (the
+            logits of a language model) is ever there. Nothing is computed twice. `None` runs it with the rest.
+        head_pieces: Into how many parts the head is cut, of each piece of the batch.
         jit_compile: Whether to compile the step with XLA; `None` leaves it as the model was compiled.
         precision: Dtype policy to train with; `None` keeps the model's own.
         lean_commit: Apply the update variable by variable from the host, where the device has no room for new values
@@ -56,6 +60,8 @@ class Plan(Record):
 
     micro_batch_size: int | None = None
     recompute: tuple[str, ...] = ()
+    head: str | None = None
+    head_pieces: int = 1
     jit_compile: bool | None = None
     precision: str | None = None
     lean_commit: bool = False
@@ -70,6 +76,11 @@ class Plan(Record):
     alternatives: tuple[Alternative, ...] = ()
 
     @property
+    def head_in_parts(self) -> tuple[str, int] | None:
+        """Where the head begins and into how many parts it is cut, or `None` where it runs with the rest."""
+        return None if self.head is None or self.head_pieces < 2 else (self.head, self.head_pieces)
+
+    @property
     def changes_model(self) -> bool:
         """Whether it changes the model itself, and not only how its batches are run."""
         return self.precision is not None or self.jit_compile is not None
@@ -82,6 +93,8 @@ class Plan(Record):
             parts.append(f"recomputing {self.recomputed or len(self.recompute)} of {self.segments} segments")
         elif self.recompute:
             parts.append(f"recomputing {', '.join(self.recompute)}")
+        if self.head_in_parts is not None:
+            parts.append(f"the head ({self.head}) in {self.head_pieces} parts")
         if self.jit_compile is not None:
             parts.append("compiled with XLA" if self.jit_compile else "without XLA")
         parts += [f"in {self.precision}"] if self.precision else []
@@ -96,7 +109,7 @@ class Plan(Record):
             return str(Exactness("not exact", self.caveats))
         if self.exactness is not None:
             return str(self.exactness)
-        plain = self._cut().endswith(("whole", "whole batches")) and not self.recompute
+        plain = self._cut().endswith(("whole", "whole batches")) and not self.recompute and not self.head_in_parts
         return str(Exactness()) if plain else "to be proven on the first batch"
 
     def __str__(self) -> str:

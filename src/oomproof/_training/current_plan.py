@@ -9,8 +9,9 @@ from oomproof._records.plan import Plan
 from oomproof._records.run import Phase
 from oomproof._training.settings import Settings
 
-# How a batch is run, as far as proofs go: whether it is cut, and the segments that are recomputed.
-Way = tuple[bool, tuple[str, ...]]
+# How a batch is run, as far as proofs go: whether it is cut, the segments that are recomputed, and whether the head is
+# in parts.
+Way = tuple[bool, tuple[str, ...], bool]
 
 
 class CurrentPlan:
@@ -24,6 +25,7 @@ class CurrentPlan:
 
     Attributes:
         recompute: Segments that are computed again in the backward pass.
+        head: Where the head begins and into how many parts it is cut, if it is.
         lean: Whether updates are applied variable by variable.
         volumes: By phase, the most bytes of samples a piece may have. Without an entry there is no limit yet.
         may_grow: The phases whose pieces may be made larger.
@@ -35,6 +37,7 @@ class CurrentPlan:
         self._followed: Plan | None = None
         self._unit = 1
         self.recompute: tuple[str, ...] = ()
+        self.head: tuple[str, int] | None = None
         self.lean = settings.start is not None and settings.start.lean_commit
         self.volumes: dict[Phase, int] = {}
         self.may_grow: set[Phase] = set()
@@ -47,8 +50,8 @@ class CurrentPlan:
 
     def follow(self, plan: Plan, unit: int) -> bool:
         """Takes over a plan for samples of `unit` bytes; returns whether that changes anything."""
-        changed = plan.recompute != self.recompute
-        self.recompute = plan.recompute
+        changed = (plan.recompute, plan.head_in_parts) != (self.recompute, self.head)
+        self.recompute, self.head = plan.recompute, plan.head_in_parts
         self.lean |= plan.lean_commit
         if plan.micro_batch_size is not None and self._settings.start is None:
             volume = plan.micro_batch_size * unit
@@ -72,8 +75,13 @@ class CurrentPlan:
             limits += [start.micro_batch_size] if start and start.micro_batch_size and volume is None else []
         return min(limits, default=None)
 
+    @property
+    def repeats_or_parts(self) -> bool:
+        """Whether batches that are not cut are run in another way than Keras's, too."""
+        return bool(self.recompute) or self.head is not None
+
     def way(self, pieces: int) -> Way:
-        return pieces > 1, self.recompute
+        return pieces > 1, self.recompute, self.head is not None
 
     def record(self) -> Plan:
         """The plan as users get it."""
@@ -82,12 +90,14 @@ class CurrentPlan:
         if made.micro_batch_size != micro:
             # Its figures are no longer those of what runs.
             made = dataclasses.replace(made, predicted=None, relative_time=None, alternatives=())
-        exactness = self.proofs.get((micro is not None, self.recompute))
+        exactness = self.proofs.get((micro is not None, self.recompute, self.head is not None))
         why = () if exactness is None or exactness.holds else exactness.why
         return dataclasses.replace(
             made,
             micro_batch_size=micro,
             recompute=self.recompute,
+            head=None if self.head is None else self.head[0],
+            head_pieces=1 if self.head is None else self.head[1],
             lean_commit=self.lean,
             caveats=tuple(dict.fromkeys([*why, *(made.caveats if made.precision else ())])),
             exactness=exactness,

@@ -129,7 +129,8 @@ class Driver:
         self._foresight.before(batch)
         while True:
             pieces = self.training.pieces(batch)
-            if phase == "train" and (pieces > 1 or self.training.current.recompute) and not self._prove(batch, pieces):
+            changed = pieces > 1 or self.training.current.repeats_or_parts
+            if phase == "train" and changed and not self._prove(batch, pieces):
                 continue  # Now without what could not be proven.
             if phase != "train" and pieces > 1:
                 self._look_at_predictions(batch, pieces)
@@ -192,13 +193,13 @@ class Driver:
     def _blames_the_plan(self, batch: Batch, error: Exception) -> bool:
         """Whether a step that never ran is tried without what a plan of ours has it recompute: that may be at fault."""
         current, planned = self.training.current, self._settings.start is None
-        if batch.phase != "train" or not planned or not current.recompute or self.log.steps["train"]:
+        if batch.phase != "train" or not planned or not current.repeats_or_parts or self.log.steps["train"]:
             return False
-        with optional("Recomputing parts of the model"):
-            self._stop_recomputing(batch)
+        with optional("Recomputing parts of the model" if current.recompute else "Running the head in parts"):
+            self._run_as_it_is(batch)
             self._foresight.plan_no_more()
             raise error
-        return not current.recompute
+        return not current.repeats_or_parts
 
     def _step(self, batch: Batch, pieces: int) -> Any:
         if batch.phase == "train":
@@ -229,7 +230,7 @@ class Driver:
         self._proven[way] += 1
         if way not in proofs:
             proven = self._proving(batch.data, pieces)
-            if not proven.holds and self._leaves_out_recomputation(batch, pieces, proven):
+            if not proven.holds and self._leaves_out(batch, pieces, proven):
                 return False
             self._note_proof(batch, way, proven)
         elif proofs[way].holds and (found := self._proving.again(batch.data, pieces, self._proven[way])):
@@ -253,25 +254,28 @@ class Driver:
         warnings.warn(f"oomproof: evaluating and predicting are {found}", InexactWarning, stacklevel=2)
         self.log.note("note", batch.phase, batch.size, f"evaluating and predicting are {found}")
 
-    def _leaves_out_recomputation(self, batch: Batch, pieces: int, proven: Exactness) -> bool:
-        """Goes on without the recomputation of a plan of ours, where that may be why a proof does not hold."""
+    def _leaves_out(self, batch: Batch, pieces: int, proven: Exactness) -> bool:
+        """Goes on without what a plan of ours recomputes or has in parts, if that may be why a proof does not hold."""
         current, plan = self.training.current, self.training.current.record()
-        ours = bool(current.recompute) and self._settings.start is None
+        ours = current.repeats_or_parts and self._settings.start is None
         if not ours or not (self._settings.exact_only or not self.step.caveats()):
             return False
-        self._stop_recomputing(batch)
+        self._run_as_it_is(batch)
         if pieces > 1:
             current.proofs[current.way(pieces)] = found = self._proving(batch.data, pieces)
             if not found.holds:
                 self.training.follow(plan, batch)  # Then it is cutting that is not exact.
                 return False
-        message = f"the plan's recomputation is left out: with it, training is {proven}"
+        what = " and ".join((["recomputation"] if plan.recompute else []) + (["head in parts"] if plan.head else []))
+        message = f"the plan's {what} is left out: with it, training is {proven}"
         self.log.note("note", batch.phase, batch.size, message)
         self._foresight.plan_no_more()
         return True
 
-    def _stop_recomputing(self, batch: Batch) -> None:
-        self.training.follow(dataclasses.replace(self.training.current.record(), recompute=()), batch)
+    def _run_as_it_is(self, batch: Batch) -> None:
+        """Without recomputation, and with the head as all the rest."""
+        plain = dataclasses.replace(self.training.current.record(), recompute=(), head=None, head_pieces=1)
+        self.training.follow(plain, batch)
 
     def _note_proof(self, batch: Batch, way: Way, found: Exactness) -> None:
         self.training.current.proofs[way] = found

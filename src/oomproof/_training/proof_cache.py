@@ -28,7 +28,7 @@ class ProofCache:
         self._backend = backend
         self._model = model
 
-    def key(self, data: Any, cut: bool, recompute: tuple[str, ...]) -> str | None:
+    def key(self, data: Any, cut: bool, recompute: tuple[str, ...], head: str | None) -> str | None:
         """A name for everything a proof depends on; `None` where nobody can tell all of that.
 
         What code of the user's does may depend on anything: on what it was given, on its module, on the environment.
@@ -49,7 +49,7 @@ class ProofCache:
                 "losses": [_settings(thing) for thing in _losses_and_metrics(model)],
                 "jit": [bool(model.jit_compile), bool(model.run_eagerly)],
                 "data": [_shape(leaf) for leaf in tree.flatten(data)],
-                "way": [cut, recompute],
+                "way": [cut, recompute, head],
             }
         )
 

@@ -94,7 +94,8 @@ class Proving:
         if self._proofs is None:
             return None
         with optional("Looking for an earlier proof"):
-            return self._proofs.key(data, cut, self._step.recompute)
+            head = self._step.head
+            return self._proofs.key(data, cut, self._step.recompute, None if head is None else head[0])
         return None
 
     def _recalled(self, key: str | None) -> Exactness | None:
@@ -114,9 +115,10 @@ class Proving:
     def _made(self, data: Any, pieces: int) -> Exactness:
         piece = largest_piece(self._step.batch_size(data), pieces)
         cut = [count for count in _SAMPLES if count <= max(_FEWEST, piece)]
+        together = pieces > 1 or self._step.head is not None
         began = time.perf_counter()
         with patience(self._seconds):
-            for samples in cut if pieces > 1 else _SAMPLES_RECOMPUTED:
+            for samples in cut if together else _SAMPLES_RECOMPUTED:
                 found = self._tried(lambda samples=samples: self._step.prove(data, samples, pieces > 1))
                 if found is not None:
                     if (seconds := time.perf_counter() - began) > _LONG:

@@ -16,7 +16,7 @@ Propose = Callable[[Any, Device, int, float], Plan | None]
 class Proofs(Protocol):
     """What was proven in earlier runs."""
 
-    def key(self, data: Any, cut: bool, recompute: tuple[str, ...]) -> str | None:
+    def key(self, data: Any, cut: bool, recompute: tuple[str, ...], head: str | None) -> str | None:
         """A name for all that a proof depends on; `None` where not all of it can be told."""
 
     def recall(self, key: str) -> dict[str, Any] | None: ...

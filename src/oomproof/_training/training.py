@@ -112,8 +112,10 @@ class Training:
 
     def follow(self, plan: Plan, batch: Batch) -> bool:
         """Runs batches as a plan says from here on; returns whether that changes anything."""
-        if plan.recompute != self.current.recompute:
+        if (plan.recompute, plan.head_in_parts) != (self.current.recompute, self.current.head):
+            self.step.head = None  # What is recomputed now may have been part of it.
             self.step.recompute = plan.recompute
+            self.step.head = plan.head_in_parts
             # What was measured, and what failed, is another step.
             self.measured["train"].evidence = Evidence()
         return self.current.follow(plan, batch.unit)

@@ -7,7 +7,7 @@ import dataclasses
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import keras
 
@@ -28,7 +28,7 @@ class PendingWrites(keras.StatelessScope):  # type: ignore[misc]
         self.written: dict[int, Any] = {}
 
     @classmethod
-    def within(cls, state: Sequence[tuple[Any, Any]]) -> PendingWrites:
+    def within(cls, state: Sequence[tuple[Any, Any]]) -> Self:
         """A scope inside of the current one, in which the given variables have the given values."""
         outer = get_stateless_scope()
         values = {} if outer is None else dict(outer.state_mapping)
@@ -103,6 +103,8 @@ class Engine(Protocol):
 
     gone: tuple[type[Exception], ...]
 
+    # Where the head of the model begins, and into how many parts it is cut, if it is.
+    head: tuple[str, int] | None
     # How many rows the model's draws have for each sample.
     draws: DrawTable
     # Whether pieces draw the numbers of the whole batch to take their rows. For small batches.
@@ -145,6 +147,16 @@ class Engine(Protocol):
 
     def over_pieces(self, piece: Piece, batch_size: Any, count: Any, state: list[Any]) -> Outcome:
         """Runs `piece(start, size, state)` for each of `count` pieces in turn, holding one at a time."""
+
+    def until_head(self, x: Any) -> Any:
+        """Calls the model as far as its head, while training; see `recompute.Rest`."""
+
+    def over_parts(self, part: Piece, size: Any, count: Any, state: list[Any]) -> Outcome:
+        """As `over_pieces`, inside of what is differentiated, which sees nothing of it.
+
+        Gradients are in the place of their weights, `None` for those that no part uses. An engine whose gradients add
+        up in place hands on none.
+        """
 
     def take(self, data: Any, start: Any, size: Any) -> Any:
         """Samples `start` to `start + size` of every tensor of the batch, cut where the batch is."""

@@ -110,7 +110,7 @@ class Gathering(SplitBatch):
                 check_same_rows(self.engine, leaves, slopes)
                 targets = [*leaves, *self.computing.added(share_of(size, self.size), True)]
                 # Its derivative by each target is that target's slope.
-                return _dot(targets, [*slopes, *per_loss]), []
+                return dot(targets, [*slopes, *per_loss]), []
 
             with self.piece(start, size, state) as scope:
                 _, gradients, _ = self.engine.differentiate(compute)
@@ -119,7 +119,7 @@ class Gathering(SplitBatch):
         return self.over_pieces(piece).gradients
 
 
-def _dot(targets: list[Any], slopes: list[Any]) -> Any:
+def dot(targets: list[Any], slopes: list[Any]) -> Any:
     terms = [
         ops.sum(ops.cast(target * ops.cast(slope, target.dtype), "float32" if _is_half(target) else target.dtype))
         for target, slope in zip(targets, slopes, strict=True)

@@ -1,7 +1,8 @@
 """What one logical batch computes, in Keras's own terms: loss, gradients, metrics, and pending writes.
 
 Nothing here writes to a variable. A batch is computed whole, exactly as Keras's own train_step does, or in pieces:
-streaming (streaming.py) where the loss adds up over pieces, gathering (gathering.py) otherwise.
+streaming (streaming.py) where the loss adds up over pieces, gathering (gathering.py) otherwise. Where it streams, the
+head of the model may run in parts of its own (head.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from oomproof._backends.common import losses
 from oomproof._backends.common.computing import Computing
 from oomproof._backends.common.engine import Engine
 from oomproof._backends.common.gathering import Gathering
+from oomproof._backends.common.head import HeadInParts
 from oomproof._backends.common.model import losses_stream, may_mask, unpack
 from oomproof._backends.common.predictions import Predictions
 from oomproof._backends.common.streaming import MixingOutputsError, Streaming
@@ -71,7 +73,8 @@ class Phases(Computing):
         return Gathering(self, data, count, training).computed()
 
     def _stream(self, data: Any, count: Any, training: bool, counted: bool) -> tuple[list[Any], Any]:
-        batch = Streaming(self, data, count, training)
+        kind = HeadInParts if training and self.engine.head is not None else Streaming
+        batch = kind(self, data, count, training)
         if counted:
             # A mask that pooling has used up reaches no loss. Where it does after all, that is found out.
             found = batch.count_normalisers()

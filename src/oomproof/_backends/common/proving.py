@@ -45,6 +45,7 @@ class Provable(Protocol):
     model: Any
     engine: Any
     recompute: tuple[str, ...]
+    head: tuple[str, int] | None
 
     def batch_size(self, data: Any) -> int: ...
 
@@ -162,12 +163,12 @@ def _is_ordinary(weight: Any) -> bool:
 
 @contextlib.contextmanager
 def _plain(engine: Any) -> Iterator[None]:
-    """Nothing is recomputed."""
-    recomputed, engine.recompute = engine.recompute, ()
+    """Nothing is recomputed, and the head runs with the rest."""
+    (recomputed, head), engine.recompute, engine.head = (engine.recompute, engine.head), (), None
     try:
         yield
     finally:
-        engine.recompute = recomputed
+        engine.recompute, engine.head = recomputed, head
 
 
 def epsilon(model: Any, engine: Any) -> float:
@@ -197,6 +198,7 @@ def emulating(engine: Any) -> Iterator[None]:
 
 def _way(step: Provable, cut: bool) -> str:
     ways = (["in pieces"] if cut else []) + (["recomputed"] if step.recompute else [])
+    ways += ["with its head in parts"] if step.head else []
     return " and ".join(ways)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import keras
 from keras import ops, tree
 
-from oomproof._backends.common.call_graph import Call, Graph
+from oomproof._backends.common.call_graph import Call, Graph, graphs
 from oomproof._backends.common.engine import Engine
 from oomproof._backends.common.model import layers
 from oomproof._backends.common.segments import all_graphs, resolved
@@ -33,11 +33,17 @@ class Recomputing(Engine, Protocol):
         model: The model.
         tensor: What tensors are, all but sparse and ragged ones.
         recompute: Segments that `call` computes again in the backward pass while training.
+        head: Label of the first call of the head, and into how many parts it is cut; `None` runs it with the rest.
+        cut_at: The label, while a call ends before the head.
+        rest: What such a call leaves to be done.
     """
 
     model: Any
     tensor: type
     recompute: tuple[str, ...]
+    head: tuple[str, int] | None
+    cut_at: str | None
+    rest: Rest | None
 
     def flat(self, structure: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """The leaves of a structure, sparse and ragged tensors taken apart, and what puts leaves together again."""
@@ -53,7 +59,7 @@ def recomputing(model: Any, segments: Sequence[str], engine: Recomputing) -> con
         model: A built model.
         segments: Labels as in `call_graph`; for code that is no graph, the path or the name of a layer, which means
             all of its calls.
-        engine: How the framework computes.
+        engine: How the framework computes. Where it has a `cut_at`, calls of the model end there.
 
     Raises:
         ValueError: A label is unknown, or two do not follow each other, or segments overlap.
@@ -74,11 +80,15 @@ class Rewiring:
 
     def __init__(self, model: Any, segments: Sequence[str], engine: Recomputing, *, every_graph: bool = False) -> None:
         in_graphs, whole_layers = resolved(model, segments)
+        cut = engine.cut_at and next(iter(graphs(model))).function
+        if cut and all(graph.function is not cut for graph, _ in in_graphs):
+            in_graphs += [(next(iter(graphs(model))), [])]
         if every_graph:
             known = {id(graph.function) for graph, _ in in_graphs}
             in_graphs += [(graph, []) for graph in all_graphs(model) if id(graph.function) not in known]
         self._replaced = [
-            (graph.function, "_run_through_graph", _runner(engine, graph, spans)) for graph, spans in in_graphs
+            (graph.function, "_run_through_graph", _runner(engine, graph, spans, graph.function is cut))
+            for graph, spans in in_graphs
         ]
         self._replaced += [(layer, "call", _caller(engine, layer)) for layer in whole_layers]
 
@@ -133,10 +143,16 @@ def _parts(graph: Graph, spans: Sequence[range]) -> Iterator[_Part]:
         index = span.stop
 
 
-def _runner(engine: Recomputing, graph: Graph, spans: Sequence[range]) -> Callable[..., Any]:
-    """`Function._run_through_graph`, with segments."""
+def _runner(engine: Recomputing, graph: Graph, spans: Sequence[range], cut: bool) -> Callable[..., Any]:
+    """`Function._run_through_graph`, with segments; with `cut`, as far as the head."""
     function, plain = graph.function, graph.function._run_through_graph
     parts = list(_parts(graph, spans))
+    body, head = parts, list[_Part]()
+    if cut:
+        at = next(
+            at for at, part in enumerate(parts) if engine.cut_at in (part.calls[0][0].label, part.calls[0][0].name)
+        )
+        body, head = parts[:at], parts[at:]
 
     def run_through_graph(inputs: Any, operation_fn: Any = lambda operation: operation, **options: Any) -> Any:
         flat = tree.flatten(inputs)
@@ -145,15 +161,45 @@ def _runner(engine: Recomputing, graph: Graph, spans: Sequence[range]) -> Callab
         values = {id(symbol): value for symbol, value in zip(function.inputs, flat, strict=True)}
         del flat, inputs
         inside = _inside()
-        for part in parts:
+        for part in body:
             if part.recomputed and not inside:
                 _run_again_later(engine, part, values, operation_fn)
             else:
                 _run(part, values, operation_fn)
+        if cut:
+            engine.rest = Rest(engine, function, head, values, operation_fn)
+            return list(values.values())
         outputs = [values[id(symbol)] for symbol in function.outputs]
         return tree.pack_sequence_as(function._outputs_struct, outputs)
 
     return run_through_graph
+
+
+class Rest:
+    """What is left to be done of a call that ended before the head of the model."""
+
+    def __init__(
+        self, engine: Recomputing, function: Any, head: Sequence[_Part], values: dict[int, Any], operation_fn: Any
+    ) -> None:
+        self._function, self._head, self._operation_fn = function, head, operation_fn
+        made = {key for part in head for call, _ in part.calls for key in call.outputs}
+        wanted = dict.fromkeys([*(key for part in head for key in part.needs), *map(id, function.outputs)])
+        self._keys = [key for key in wanted if key in values and key not in made]
+        self._bundle = Bundle(engine, [values[key] for key in self._keys])
+
+    def tensors(self) -> list[Any]:
+        """What the head needs of what was computed: a row for each sample. It is not held here any longer."""
+        return self._bundle.let_go()
+
+    def __call__(self, tensors: Sequence[Any]) -> Any:
+        """Predictions for rows of these tensors."""
+        values = dict(zip(self._keys, self._bundle.filled(tensors), strict=True))
+        for part in self._head:
+            _run(part, values, self._operation_fn)
+        outputs = [values[id(symbol)] for symbol in self._function.outputs]
+        packed = tree.pack_sequence_as(self._function._outputs_struct, outputs)
+        # As Keras does it.
+        return packed[0] if isinstance(packed, list | tuple) and len(packed) == 1 else packed
 
 
 def _run(part: _Part, values: dict[int, Any], operation_fn: Any) -> None:

@@ -71,13 +71,14 @@ class PieceWrites:
 
     Attributes:
         before: Values that the first piece starts from.
+        seeds: How many of them are seeds, which come first.
     """
 
     def __init__(self, model: Any, engine: Engine, training: bool) -> None:
         seeds, trackers = seed_variables(model), tracker_variables(model)
         not_carried = {id(variable) for variable in trackers}
         self._carried = [*seeds, *(v for v in model.metrics_variables if id(v) not in not_carried)]
-        self._seeds = len(seeds)
+        self.seeds = len(seeds)
         self.before = [ops.convert_to_tensor(variable.value) for variable in self._carried]
         self._engine = engine
         self._layers = statistics_layers(model) if training else []
@@ -89,7 +90,7 @@ class PieceWrites:
 
     def for_piece(self, state: list[Any]) -> list[tuple[Any, Any]]:
         """The value that each variable has when a piece begins, given what came out of the piece before."""
-        values = [*self.before[: self._seeds], *state[self._seeds :]]
+        values = [*self.before[: self.seeds], *state[self.seeds :]]
         return list(zip(self._carried, values, strict=True))
 
     def state_in(self, scope: PendingWrites) -> list[Any]:

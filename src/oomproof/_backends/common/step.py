@@ -14,6 +14,7 @@ from oomproof._backends.common import losses, statistics
 from oomproof._backends.common.batch import batch_leaves, symbolic
 from oomproof._backends.common.draws import Draw, DrawTable, Rows, table_of
 from oomproof._backends.common.fingerprint import Fingerprint
+from oomproof._backends.common.head import check_head
 from oomproof._backends.common.looking import Looking
 from oomproof._backends.common.model import (
     draws_numbers,
@@ -90,6 +91,23 @@ class ModelStep(Looking):
         if tuple(segments) != self.engine.recompute:
             self.engine.recompute = tuple(segments)
             self._forget_programs()
+
+    @property
+    def head(self) -> tuple[str, int] | None:
+        """Label of the first call of the head and into how many parts it is cut; `None` runs it with the rest."""
+        return self.engine.head
+
+    @head.setter
+    def head(self, head: tuple[str, int] | None) -> None:
+        if head is not None and self.model.built:
+            check_head(self.model, head, self.engine.recompute)
+        if head != self.engine.head:
+            self.engine.head = head
+            self._forget_programs()
+
+    def in_pieces(self, pieces: int, training: bool = True) -> bool:
+        """Whether a batch is put together from pieces, or parts of its head."""
+        return pieces > 1 or (training and self.engine.head is not None)
 
     def _forget_programs(self) -> None:
         """Lets go of what was traced or compiled for other segments."""

@@ -39,17 +39,37 @@ class Streaming(SplitBatch):
 
     def _normalisers(self, start: Any, size: Any, state: list[Any]) -> Outcome:
         x, y, sample_weight = self.take(start, size)
-        reductions = losses.Reductions(None, share_of(size, self.size))
 
         def compute() -> tuple[Any, list[Any]]:
             y_pred = self.engine.call(x, self.training)
-            with losses.replaced_by(reductions):
-                self.model._compile_loss(y, y_pred, sample_weight)
-            return None, reductions.normalisers
+            return None, self.normalisers_of(y, y_pred, sample_weight, size)
 
         with self.piece(start, size, state) as scope:
             sums = self.engine.run(compute)
         return Outcome(state=self.writes.state_in(scope), sums=sums)
+
+    def normalisers_of(self, y: Any, y_pred: Any, sample_weight: Any, size: Any) -> list[Any]:
+        """Those of losses of so many samples."""
+        reductions = losses.Reductions(None, share_of(size, self.size))
+        with losses.replaced_by(reductions):
+            self.model._compile_loss(y, y_pred, sample_weight)
+        return reductions.normalisers
+
+    def shares(self, y: Any, y_pred: Any, sample_weight: Any, size: Any) -> tuple[Any, list[Any]]:
+        """What so many samples have of the compiled loss, and of each loss in it."""
+        if mixes_samples(self.model, y_pred, size):
+            raise MixingOutputsError
+        reductions = losses.Reductions(self._totals, share_of(size, self.size))
+        # Around the compiled loss alone: a loss inside of the model is none of its shares.
+        with losses.replaced_by(reductions):
+            compiled = self.model._compile_loss(y, y_pred, sample_weight)
+        return compiled, reductions.values
+
+    def update_metrics(self, y: Any, rows: list[Any], sample_weight: Any) -> None:
+        """Those that add up over pieces, with the predictions of one."""
+        if self._metrics_stream and self.model._compile_metrics is not None:
+            y_pred = self.computing.for_metrics(self.predictions, rows, self.training)
+            self.model._compile_metrics.update_state(y, y_pred, sample_weight)
 
     def computed(self) -> tuple[list[Any], Any]:
         """Gradients and logs."""
@@ -76,23 +96,16 @@ class Streaming(SplitBatch):
         def compute() -> tuple[Any, list[Any]]:
             with self.writes.recorded() as moments:
                 y_pred = self.engine.call(x, self.training)
-            if mixes_samples(self.model, y_pred, size):
-                raise MixingOutputsError
-            reductions = losses.Reductions(self._totals, share)
-            # Around the compiled loss alone: a loss inside of the model is none of its shares.
-            with losses.replaced_by(reductions):
-                compiled = self.model._compile_loss(y, y_pred, sample_weight)
+            compiled, terms = self.shares(y, y_pred, sample_weight, size)
             added = self.computing.added(share, self.training)
             rows = self.predictions.flat(y_pred)
             loss = self.computing.scaled(total([compiled, *added], compiled.dtype))
-            return loss, [*rows, compiled, *added, *reductions.values, *moments]
+            return loss, [*rows, compiled, *added, *terms, *moments]
 
         with self.piece(start, size, state) as scope:
             results, gradients, _ = self.computing.run(compute, self.training)
             rows, sums = results[: self.predictions.count], results[self.predictions.count :]
-            if self._metrics_stream and self.model._compile_metrics is not None:
-                y_pred = self.computing.for_metrics(self.predictions, rows, self.training)
-                self.model._compile_metrics.update_state(y, y_pred, sample_weight)
+            self.update_metrics(y, rows, sample_weight)
         return Outcome(
             state=self.writes.state_in(scope),
             sums=[*sums, *self.writes.averages_in(scope, share)],

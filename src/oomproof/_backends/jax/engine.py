@@ -16,6 +16,7 @@ from keras import tree
 
 from oomproof._backends.common.drawing import RandomNumbers
 from oomproof._backends.common.engine import Compute, Outcome, PendingWrites, Piece, taken_back
+from oomproof._backends.common.head import HeadApart
 from oomproof._backends.common.model import first_tensor, fixed_regularisers, overwritten
 from oomproof._backends.common.predictions import insist
 from oomproof._backends.common.recompute import recomputing
@@ -28,7 +29,7 @@ from oomproof._compat.keras import get_stateless_scope, is_in_jax_tracing_scope
 from oomproof._records.patience import look_at_the_clock
 
 
-class JaxEngine(RandomNumbers):
+class JaxEngine(RandomNumbers, HeadApart):
     """See `common.engine.Engine`. Values of variables come from the scope alone, so that they can be traced."""
 
     tensor = jax.Array
@@ -38,6 +39,10 @@ class JaxEngine(RandomNumbers):
     def __init__(self, model: Any) -> None:
         super().__init__(model, JaxRandom())
         self.model = model
+        # Inside of `over_parts`: the weights that are differentiated by. The others have no part in it.
+        self._weights: list[Any] | None = None
+        # While somebody asks what is read: the variables that were, by id.
+        self._seen: dict[int, Any] | None = None
 
     @property
     def wide(self) -> str:
@@ -48,7 +53,11 @@ class JaxEngine(RandomNumbers):
         return jax.default_backend() != "cpu" and host_for_proofs() is None
 
     def scope(self, state: Sequence[tuple[Any, Any]] = ()) -> PendingWrites:
-        return PendingWrites.within(state)
+        if self._seen is None:
+            return PendingWrites.within(state)
+        scope = Reads.within(state)
+        scope.seen = self._seen
+        return scope
 
     @contextlib.contextmanager
     def changed(self, variables: Sequence[Any], change: Callable[[Any], Any]) -> Iterator[None]:
@@ -102,7 +111,8 @@ class JaxEngine(RandomNumbers):
 
     def differentiate(self, compute: Compute, inputs: Sequence[Any] = ()) -> tuple[list[Any], list[Any], list[Any]]:
         outer = get_stateless_scope()
-        variables = self.model.trainable_weights
+        within = self._weights is not None
+        variables = self.model.trainable_weights if self._weights is None else self._weights
         floating = [index for index, value in enumerate(inputs) if jnp.issubdtype(value.dtype, jnp.inexact)]
         written: list[Any] = []
 
@@ -116,9 +126,12 @@ class JaxEngine(RandomNumbers):
             written[:] = inner.written.values()
             return target, (results, [value for _, value in inner.pending()], inner.losses)
 
-        values = [variable.value for variable in variables]
+        values, given = [variable.value for variable in variables], [inputs[i] for i in floating]
+        if within:
+            # Or the derivative around this one would be of it, too.
+            values, given = lax.stop_gradient((values, given))
         differentiated = jax.value_and_grad(function, argnums=(0, 1), has_aux=True)
-        (_, (results, pending, added)), (gradients, slopes) = differentiated(values, [inputs[i] for i in floating])
+        (_, (results, pending, added)), (gradients, slopes) = differentiated(values, given)
         for update in zip(written, pending, strict=True):
             outer.add_update(update)
         outer.losses[:] = added
@@ -128,16 +141,36 @@ class JaxEngine(RandomNumbers):
         return results, gradients, by_input
 
     def over_pieces(self, piece: Piece, batch_size: Any, count: Any, state: list[Any]) -> Outcome:
-        size = largest_piece(batch_size, count)
-        whole, rest = divmod(batch_size, size)
-        largest = overwritten(self.model.trainable_weights)
-        outcome = (_scanned if tracing() else _looped)(piece, whole, size, state, largest)
-        if rest:
-            outcome = _join(outcome, piece(whole * size, rest, outcome.state), largest)
-        weights = self.model.trainable_weights if outcome.gradients else []
-        if weights:
-            outcome.gradients = [g.astype(v.dtype) for g, v in zip(outcome.gradients, weights, strict=True)]
+        weights = self.model.trainable_weights
+        return _over_pieces(piece, batch_size, count, state, weights, overwritten(weights))
+
+    def over_parts(self, part: Piece, size: Any, count: Any, state: list[Any]) -> Outcome:
+        outer, self._weights = self._weights, []
+        try:
+            used = self._read_by(lambda state: part(0, 1, state), state)
+            self._weights = [v for v in self.model.trainable_weights if id(v) in used]
+            outcome = _over_pieces(part, size, count, state, self._weights)
+        finally:
+            self._weights = outer
+        gradients = iter(outcome.gradients)
+        if outcome.gradients:
+            weights = self.model.trainable_weights
+            outcome.gradients = [next(gradients) if id(v) in used else None for v in weights]
         return outcome
+
+    def _read_by(self, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
+        """The variables whose values a function reads, by id."""
+        seen: dict[int, Any] = {}
+        self._seen = seen
+
+        def look(*arguments: Any) -> None:
+            function(*arguments)
+
+        try:
+            jax.eval_shape(look, *arguments)
+        finally:
+            self._seen = None
+        return seen
 
     @staticmethod
     def take(data: Any, start: Any, size: Any) -> Any:
@@ -192,11 +225,43 @@ class JaxEngine(RandomNumbers):
         return rows
 
     def add(self, a: Any, b: Any) -> Any:
+        if a is None or b is None:
+            return b if a is None else a
         return a + b
+
+
+class Reads(PendingWrites):
+    """Remembers which variables are read or written."""
+
+    def __init__(self, values: dict[int, Any]) -> None:
+        super().__init__(values)
+        self.seen: dict[int, Any] = {}
+
+    def get_current_value(self, variable: Any) -> Any:
+        self.seen[id(variable)] = variable
+        return super().get_current_value(variable)
 
 
 def tracing() -> bool:
     return bool(is_in_jax_tracing_scope())
+
+
+def _over_pieces(
+    piece: Piece,
+    batch_size: int,
+    count: int,
+    state: list[Any],
+    weights: Sequence[Any],
+    largest: Collection[int] = (),
+) -> Outcome:
+    size = largest_piece(batch_size, count)
+    whole, rest = divmod(batch_size, size)
+    outcome = (_scanned if tracing() else _looped)(piece, whole, size, state, largest)
+    if rest:
+        outcome = _join(outcome, piece(whole * size, rest, outcome.state), largest)
+    if outcome.gradients:
+        outcome.gradients = [g.astype(v.dtype) for g, v in zip(outcome.gradients, weights, strict=True)]
+    return outcome
 
 
 def _scanned(piece: Piece, count: int, size: int, state: list[Any], largest: Collection[int]) -> Outcome:

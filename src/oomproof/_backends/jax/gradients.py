@@ -14,7 +14,7 @@ from keras import tree
 from oomproof._backends.common.engine import Outcome, PendingWrites
 from oomproof._backends.common.model import first_tensor
 from oomproof._backends.common.own_loss import check_have_gradients, loss_of, own_loss
-from oomproof._backends.jax.engine import JaxEngine, tracing
+from oomproof._backends.jax.engine import JaxEngine, Reads, tracing
 from oomproof._backends.pieces import piece_count
 
 # Programs of loss functions that are decorated with jax.jit, so that a loop compiles each of them once.
@@ -53,21 +53,9 @@ def _value(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-class _Reads(PendingWrites):
-    """Remembers which variables are read or written."""
-
-    def __init__(self, values: dict[int, Any]) -> None:
-        super().__init__(values)
-        self.seen: dict[int, Any] = {}
-
-    def get_current_value(self, variable: Any) -> Any:
-        self.seen[id(variable)] = variable
-        return super().get_current_value(variable)
-
-
 def _variables_read(loss_fn: Callable[..., Any], data: Any) -> list[Any]:
     """All variables the loss function touches. Their values are inputs of what is traced, never constants of it."""
-    scope = _Reads(JaxEngine(None).scope().state_mapping)
+    scope = Reads(JaxEngine(None).scope().state_mapping)
 
     def look(data: Any) -> None:
         with scope:

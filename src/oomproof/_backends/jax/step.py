@@ -80,7 +80,7 @@ class JaxStep(ModelStep):
     # Running it
 
     def train(self, data: Any, pieces: int, lean: bool, spec: Any = None) -> Any:
-        if pieces > 1:
+        if self.in_pieces(pieces):
             self._examine(data)
             self._learn_draws(data, training=True)
         data = self._in_place(data, pieces)
@@ -261,7 +261,7 @@ class JaxStep(ModelStep):
             with PendingWrites(known) as scope:
                 if kind == "predict":
                     logs = self._outputs(data, start, whole)
-                elif pieces > 1:
+                elif self.in_pieces(pieces, training):
                     gradients, logs = phases.split(data, pieces, training)
                 else:
                     gradients, logs = phases.whole(data, training)
@@ -293,7 +293,7 @@ class JaxStep(ModelStep):
         return StepValues(gradients, list(zip(program.written, written, strict=True)), logs)
 
     def _values_program(self, data: Any, pieces: int) -> tuple[Program, Callable[..., Any]]:
-        key = ("values", pieces, signature(data), self.recompute)
+        key = ("values", pieces, signature(data), self.recompute, self.head)
         known = self._programs.get(key)
         if known is None:
             live = live_state(self.model)

@@ -12,6 +12,7 @@ from keras import tree
 
 from oomproof._backends.common.drawing import RandomNumbers
 from oomproof._backends.common.engine import Compute, Outcome, Piece
+from oomproof._backends.common.head import HeadApart
 from oomproof._backends.common.model import call, first_tensor, overwritten
 from oomproof._backends.common.recompute import recomputing
 from oomproof._backends.tensorflow.commit import changed
@@ -22,7 +23,7 @@ from oomproof._backends.tensorflow.writes import PendingWrites
 from oomproof._compat.tensorflow import InaccessibleTensorError, record, variable_accessed
 
 
-class TensorFlowEngine(RandomNumbers):
+class TensorFlowEngine(RandomNumbers, HeadApart):
     """See `common.engine.Engine`.
 
     Args:
@@ -52,6 +53,7 @@ class TensorFlowEngine(RandomNumbers):
         super().__init__(model, TensorFlowRandom(compiled=static))
         self.model = model
         self.static = static
+        self._tape: tf.GradientTape | None = None
 
     @property
     def multiplies_coarsely(self) -> bool:
@@ -145,9 +147,14 @@ class TensorFlowEngine(RandomNumbers):
 
     def differentiate(self, compute: Compute, inputs: Sequence[Any] = ()) -> tuple[list[Any], list[Any], list[Any]]:
         variables = [variable._value for variable in self.model.trainable_weights]
-        with tf.GradientTape() as tape:
-            tape.watch(list(inputs))
-            target, results = compute(*inputs)
+        outer = self._tape
+        try:
+            with tf.GradientTape() as tape:
+                self._tape = tape
+                tape.watch(list(inputs))
+                target, results = compute(*inputs)
+        finally:
+            self._tape = outer
         found: list[Any] = tape.gradient(target, [*variables, *inputs])
         for gradient, source in zip(found, [*variables, *inputs], strict=True):
             if isinstance(gradient, tf.Tensor):
@@ -162,6 +169,15 @@ class TensorFlowEngine(RandomNumbers):
         outcome.gradients = finished(
             outcome.gradients, [v._value for v in weights], pieces, self.shared_rows, self.merged_rows
         )
+        return outcome
+
+    def over_parts(self, part: Piece, size: Any, count: Any, state: list[Any]) -> Outcome:
+        if not isinstance(size, int):
+            count = tf.minimum(tf.cast(count, tf.int64), tf.cast(size, tf.int64))
+        # Run eagerly, a tape would hold what each part has made.
+        with contextlib.nullcontext() if self._tape is None else self._tape.stop_recording():
+            outcome = over_pieces(part, size, count, [tf.convert_to_tensor(v) for v in state], self.static)
+        outcome.gradients = finished(outcome.gradients, [v._value for v in self.model.trainable_weights])
         return outcome
 
     def take(self, data: Any, start: Any, size: Any) -> Any:

@@ -115,7 +115,7 @@ class TensorFlowStep(ModelStep):
     # Running it
 
     def train(self, data: Any, pieces: int, lean: bool, spec: Any = None) -> Any:
-        if pieces > 1:
+        if self.in_pieces(pieces):
             self._examine(data)
             self._learn_draws(data, training=True)
             self._learn_rows(data)
@@ -123,15 +123,15 @@ class TensorFlowStep(ModelStep):
             return self._train(data, pieces, lean, spec)
 
     def _train(self, data: Any, pieces: int, lean: bool, spec: Any) -> Any:
-        in_place = writes_cannot_wait(self.model.optimizer)
+        in_place, split = writes_cannot_wait(self.model.optimizer), self.in_pieces(pieces)
         if not lean and not in_place:
-            return self._run(_Task("update"), data, pieces, spec)
-        gradients, pending, logs = self._run(_Task("gradients"), data, pieces, spec)
+            return self._run(_Task("update"), data, pieces, spec, split=split)
+        gradients, pending, logs = self._run(_Task("gradients"), data, pieces, spec, split=split)
         apply = self._apply
         if in_place and not lean and not self._eager:
             # Op by op takes the least memory; what must be in place anyway runs as Keras runs it.
             apply = self._programs.setdefault("apply", tf.function(self._apply, autograph=False))
-        writes = list(zip(self._pending[pieces > 1], pending, strict=True))
+        writes = list(zip(self._pending[split], pending, strict=True))
         with contextlib.nullcontext() if self._eager else self.as_traced():
             commit_leanly(self.model, gradients, writes, apply)
         return logs
@@ -223,7 +223,7 @@ class TensorFlowStep(ModelStep):
 
     def step_values(self, data: Any, pieces: int) -> StepValues:
         """Op by op, since a program for so few samples would be traced for this alone; traced where that fails."""
-        if pieces > 1:
+        if self.in_pieces(pieces):
             self._learn_rows(data)
 
         def look() -> StepValues:
@@ -257,7 +257,8 @@ class TensorFlowStep(ModelStep):
         phases = Phases(self.model, self.engine, self._added_losses)
         scope: PendingWrites
         with self.as_traced(), self.engine.scope() as scope:
-            gradients, logs = phases.split(data, pieces, True) if pieces > 1 else phases.whole(data, True)
+            split = self.in_pieces(pieces)
+            gradients, logs = phases.split(data, pieces, True) if split else phases.whole(data, True)
             logs = tree.map_structure(lambda log: log.value if isinstance(log, keras.Variable) else log, logs)
             if gradients and not writes_cannot_wait(self.model.optimizer):
                 apply_gradients(self.model.optimizer, gradients, self.model.trainable_weights, scope)
@@ -293,12 +294,14 @@ class TensorFlowStep(ModelStep):
             result, writes = self._compute(task, data, pieces, split, within=within)
             commit(writes, tree.flatten(result))
             return result
-        # XLA needs to know sizes: one program per number of pieces, traced for the sizes at hand.
+        # XLA needs to know sizes: one program per number of pieces, traced for the sizes at hand. And what runs whole
+        # but for its head is no loop over pieces.
+        fixed = self._xla or (split and pieces == 1 and self.head is not None)
         compiled_split = self._xla and split
         open_size = compiled_split and spec is not None and first_tensor(unpack(spec)[0]).shape[0] is None
         numbers = within or (pieces,)
-        inputs = tuple(map(_number, numbers[:-1] if self._xla else numbers))
-        program = self._program(task, split, bool(within), numbers[-1] if self._xla else None, open_size)
+        inputs = tuple(map(_number, numbers[:-1] if fixed else numbers))
+        program = self._program(task, split, bool(within), numbers[-1] if fixed else None, open_size)
         if spec is None or compiled_split or (self._xla and within):
             return program(data, *inputs)
         # Looking a program up by its spec takes longer than a small step, so remember what was found.

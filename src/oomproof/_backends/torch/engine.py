@@ -16,6 +16,7 @@ from oomproof._backends.common.call_graph import graph_of
 from oomproof._backends.common.drawing import RandomNumbers
 from oomproof._backends.common.draws import Rows
 from oomproof._backends.common.engine import Compute, Outcome, Piece
+from oomproof._backends.common.head import HeadApart
 from oomproof._backends.common.model import call, first_tensor, layers, overwritten, statistics_layers
 from oomproof._backends.common.predictions import insist
 from oomproof._backends.common.recompute import Rewiring
@@ -34,7 +35,7 @@ from oomproof._compat.torch import (
 )
 
 
-class TorchEngine(RandomNumbers):
+class TorchEngine(RandomNumbers, HeadApart):
     """See `common.engine.Engine`.
 
     Attributes:
@@ -53,7 +54,7 @@ class TorchEngine(RandomNumbers):
         # Not on every device is there double precision.
         self.wide = "float32" if torch.device(get_device()).type == "mps" else "float64"
         self._adding: Gradients | None = None
-        self._rewirings: dict[tuple[tuple[str, ...], int], Rewiring] = {}
+        self._rewirings: dict[tuple[tuple[str, ...], str | None, int], Rewiring] = {}
 
     @property
     def multiplies_coarsely(self) -> bool:
@@ -101,7 +102,7 @@ class TorchEngine(RandomNumbers):
         # torch.compile cannot follow what a segment does to Keras's scopes. And what records the statistics of a piece
         # is a new function each time, and each would be compiled.
         recorded = training and self._adding is not None and bool(statistics_layers(self.model))
-        if self.compiled and not segments and not recorded:
+        if self.compiled and not segments and not recorded and not self.cut_at:
             return _compiled_call()(self.model, x, training)
         with self.rewired(segments):
             return call(self.model, x, training)
@@ -109,7 +110,7 @@ class TorchEngine(RandomNumbers):
     def rewired(self, segments: tuple[str, ...]) -> AbstractContextManager[None]:
         """While it lasts, calls of the model recompute the segments, and hold no tensor longer than they need it."""
         # A Sequential model that is built again has another graph.
-        key = segments, id(graph_of(self.model))
+        key = segments, self.cut_at, id(graph_of(self.model))
         if key not in self._rewirings:
             self._rewirings[key] = Rewiring(self.model, segments, self, every_graph=True)
         return self._rewirings[key].active()
@@ -142,6 +143,9 @@ class TorchEngine(RandomNumbers):
             return _detached(compute(*inputs)[1])
 
     def differentiate(self, compute: Compute, inputs: Sequence[Any] = ()) -> tuple[list[Any], list[Any], list[Any]]:
+        if self._adding is not None and inputs:
+            results, slopes = self._adding.add_part(compute, inputs)
+            return _detached(results), [], slopes
         if self._adding is not None:
             return _detached(self._adding.add(compute)), [], []
         weights = self.weights()
@@ -153,23 +157,22 @@ class TorchEngine(RandomNumbers):
 
     def over_pieces(self, piece: Piece, batch_size: Any, count: Any, state: list[Any]) -> Outcome:
         self._adding = Gradients(self.weights(), overwritten(self.model.trainable_weights))
-        sums: list[Any] = []
-        rows: list[list[Any]] = []
         try:
             with self.outside.one_pass() as averages:
-                for index in range(count):
-                    start = index * batch_size // count
-                    size = (index + 1) * batch_size // count - start
+
+                def averaged(start: int, size: int, state: list[Any]) -> Outcome:
                     with averages.piece(size / batch_size):
-                        outcome = piece(start, size, state)
-                    state = outcome.state
-                    sums = [a + b for a, b in zip(sums, outcome.sums, strict=True)] if index else outcome.sums
-                    rows = rows or [[] for _ in outcome.rows]
-                    for parts, part in zip(rows, outcome.rows, strict=True):
-                        parts.append(part)
-            return Outcome(state, sums, self._adding.taken(), [_joined(parts) for parts in rows])
+                        return piece(start, size, state)
+
+                outcome = _in_turn(averaged, batch_size, count, state)
+            outcome.gradients = self._adding.taken()
+            return outcome
         finally:
             self._adding = None
+
+    def over_parts(self, part: Piece, size: int, count: int, state: list[Any]) -> Outcome:
+        with torch.no_grad():
+            return _in_turn(part, size, count, state)
 
     def take(self, data: Any, start: int, size: int) -> Any:
         return take(data, start, size)
@@ -203,6 +206,21 @@ class TorchEngine(RandomNumbers):
 
     def weights(self) -> list[Any]:
         return [variable._value for variable in self.model.trainable_weights]
+
+
+def _in_turn(piece: Piece, batch_size: int, count: int, state: list[Any]) -> Outcome:
+    """What all pieces hand on, but for gradients."""
+    sums: list[Any] = []
+    rows: list[list[Any]] = []
+    for index in range(count):
+        start = index * batch_size // count
+        outcome = piece(start, (index + 1) * batch_size // count - start, state)
+        state = outcome.state
+        sums = [a + b for a, b in zip(sums, outcome.sums, strict=True)] if index else outcome.sums
+        rows = rows or [[] for _ in outcome.rows]
+        for parts, part in zip(rows, outcome.rows, strict=True):
+            parts.append(part)
+    return Outcome(state, sums, [], [_joined(parts) for parts in rows])
 
 
 @functools.cache

@@ -52,12 +52,13 @@ class TorchStep(ModelStep):
     # Running it
 
     def train(self, data: Any, pieces: int, lean: bool, spec: Any = None) -> Any:
-        if pieces > 1:
+        split = self.in_pieces(pieces)
+        if split:
             self._examine(data)
             self._learn_draws(data, training=True)
 
         def train() -> Any:
-            gradients, pending, logs = self._compute(data, pieces, training=True, split=pieces > 1)
+            gradients, pending, logs = self._compute(data, pieces, training=True, split=split)
             self._commit(self.model.trainable_weights, gradients, pending, lean)
             return logs
 
@@ -128,7 +129,7 @@ class TorchStep(ModelStep):
         found: list[StepValues] = []
 
         def values() -> None:
-            gradients, pending, logs = self._compute(data, pieces, training=True, split=pieces > 1)
+            gradients, pending, logs = self._compute(data, pieces, training=True, split=self.in_pieces(pieces))
             weights = self.model.trainable_weights
             kept = [g if g is None else g.cpu().clone() for g in gradients]
             variables = [*(v for v, _ in pending), *(weights if gradients else ())]

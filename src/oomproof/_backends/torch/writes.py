@@ -85,6 +85,10 @@ class Gradients:
         self._leaves = leaves
         self._largest = largest
         self._added = False
+        # Whether what runs now has parts that were differentiated by themselves.
+        self._by_parts = False
+        # What parts have left in half precision.
+        self._parts: dict[int, Any] = {}
         self._sums: list[Any] = [None] * len(leaves)
 
     def add(self, compute: Callable[[], Any]) -> Any:
@@ -92,34 +96,59 @@ class Gradients:
 
         What was there before the forward pass is the sum so far, or nothing: old gradients take no room meanwhile.
         """
-        self._added = True
+        self._added, self._by_parts, self._parts = True, False, {}
         sums, self._sums = self._sums, [None] * len(self._leaves)
         try:
             for index, (leaf, gradient) in enumerate(zip(self._leaves, sums, strict=True)):
                 leaf.grad = None if self._is_apart(index) else gradient
             with torch.enable_grad():
                 target, result = compute()
-                target.backward()
-            self._sums = [self._with(index, before) for index, before in enumerate(sums)]
+                if target.requires_grad or not self._by_parts:
+                    target.backward()
+            parts, self._parts = self._parts, {}
+            self._sums = [
+                self._together(index, self._together(index, before, parts.get(index)), leaf.grad)
+                if self._is_apart(index)
+                else leaf.grad
+                for index, (leaf, before) in enumerate(zip(self._leaves, sums, strict=True))
+            ]
         finally:
             for leaf in self._leaves:
                 leaf.grad = None
         return result
 
+    def add_part(self, compute: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Differentiates a part of what `add` runs, at once.
+
+        Args:
+            compute: As for `add`, a function of the inputs.
+            inputs: Tensors that the rest has made.
+
+        Returns:
+            That thing, and the gradients by the inputs.
+        """
+        self._by_parts = True
+        leaves = [value.detach().requires_grad_(value.is_floating_point()) for value in inputs]
+        with torch.enable_grad():
+            target, result = compute(*leaves)
+            target.backward()
+        for index, leaf in enumerate(self._leaves):
+            if self._is_apart(index) and leaf.grad is not None:
+                self._parts[index] = self._together(index, self._parts.get(index), leaf.grad)
+                leaf.grad = None
+        return result, [leaf.grad for leaf in leaves]
+
     def _is_apart(self, index: int) -> bool:
         """Whether autograd must not add to what was there before."""
         return index in self._largest or self._leaves[index].dtype in _HALF
 
-    def _with(self, index: int, before: Any) -> Any:
-        """What was there before together with what autograd has left."""
-        leaf = self._leaves[index]
-        if not self._is_apart(index) or before is None:
-            return leaf.grad
-        if leaf.grad is None:
-            return before
+    def _together(self, index: int, before: Any, gradient: Any) -> Any:
+        """What was there before with what autograd has left apart from it."""
+        if before is None or gradient is None:
+            return gradient if before is None else before
         if index in self._largest:
-            return torch.maximum(before, leaf.grad)
-        return before.add_(leaf.grad) if before.dtype == torch.float32 else before.float().add_(leaf.grad)
+            return torch.maximum(before, gradient)
+        return before.add_(gradient) if before.dtype == torch.float32 else before.float().add_(gradient)
 
     def taken(self) -> list[Any]:
         """The gradients, each in the precision of its leaf, or none if nothing was added. They are let go of here."""

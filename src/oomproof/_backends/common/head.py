@@ -1,0 +1,221 @@
+"""The head of a model, its loss and its metrics computed a few samples at a time, behind a body that runs whole.
+
+The logits of a language model may take more than everything else. Here no more than those of one part are ever there:
+what a part adds to the loss is differentiated at once, by the weights of the head and by what the body has made. Then
+the body goes back once. Nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from oomproof._backends.common.call_graph import Call, Graph, graphs
+from oomproof._backends.common.computing import share_of, total
+from oomproof._backends.common.engine import Outcome
+from oomproof._backends.common.gathering import dot
+from oomproof._backends.common.model import layers, losses_stream, metrics_stream, overwritten
+from oomproof._backends.common.recompute import Rest
+from oomproof._backends.common.streaming import Streaming
+from oomproof._compat.keras import get_stateless_scope
+from oomproof.errors import UnsupportedModelError
+
+
+class HeadApart:
+    """What an engine needs to compute the head of its model apart from the rest."""
+
+    head: tuple[str, int] | None = None
+    cut_at: str | None = None
+    rest: Rest | None = None
+
+    def until_head(self, x: Any) -> Rest:
+        """Calls the model as far as its head, while training."""
+        assert self.head is not None
+        self.cut_at, self.rest = self.head[0], None
+        try:
+            self.call(x, True)  # type: ignore[attr-defined]
+            found, self.rest = self.rest, None
+        finally:
+            self.cut_at = None
+        if found is None:
+            raise UnsupportedModelError(
+                f"The model does not run its calls one by one, so its head ({self.head[0]}) cannot run in parts. Train "
+                'it without: leave "head" out of `allow`.'
+            )
+        return found
+
+
+def heads(model: Any) -> tuple[str, ...]:
+    """Labels of the calls that a head can begin with, the earliest first.
+
+    None for a model with code of its own, or whose outputs are a number for each sample.
+    """
+    return tuple(call.label for call in _firsts(model))
+
+
+def check_head(model: Any, head: tuple[str, int], recompute: Sequence[str]) -> None:
+    """Raises ValueError where the head cannot begin there, or is recomputed."""
+    label, parts = head
+    possible = _firsts(model)
+    if all(label not in (call.label, call.name) for call in possible):
+        known = ", ".join(repr(call.label) for call in possible)
+        known = f"one of {known}" if known else "None: no part of this model can be its head"
+        raise ValueError(f"Expected `head` to be {known}. Received: head={label!r}")
+    if parts < 2:
+        raise ValueError(f"Expected `head_pieces` to be 2 or more. Received: head_pieces={parts}")
+    outermost = next(iter(graphs(model)))
+    at = {text: index for index, call in enumerate(outermost.calls) for text in (call.label, call.name)}
+    for segment in recompute:
+        if at.get(segment.rpartition("..")[2], -1) >= at[label]:
+            raise ValueError(f"Expected nothing of the head to be recomputed. Received: head={label!r} and {segment!r}")
+
+
+def gains(model: Any) -> bool:
+    """Whether no more than a part's predictions are needed at a time: not where a loss or metric wants all of them."""
+    return losses_stream(model) and metrics_stream(model)
+
+
+def _firsts(model: Any) -> list[Call]:
+    """The calls that a head can begin with, the earliest first."""
+    graph = next(iter(graphs(model)), None)
+    if graph is None or model.activity_regularizer is not None:
+        return []
+    if any(len(tensor.shape) < 2 for tensor in graph.function.outputs):
+        return []
+    found: list[Call] = []
+    # From the last on, as long as each may be a part of it. The first of all would leave no body.
+    for index in range(len(graph.calls) - 1, 0, -1):
+        if not _may_be_in_head(graph.calls[index]):
+            break
+        if all(_has_rows(tensor) for tensor in _crossing(graph, index)):
+            found.insert(0, graph.calls[index])
+    return found
+
+
+def _may_be_in_head(call: Call) -> bool:
+    """Whether a call writes nothing, draws nothing and adds no loss. Whether it mixes samples, the proof finds out."""
+    operation = call.operation
+    if not isinstance(operation, keras.Layer):
+        return True
+    return not any(
+        layer._non_trainable_variables
+        or layer._seed_generators
+        or layer.activity_regularizer is not None
+        or overwritten(layer._trainable_variables)
+        for layer in layers(operation)
+    )
+
+
+def _crossing(graph: Graph, index: int) -> list[Any]:
+    """Symbolic tensors that calls from there on need, or that are returned, and that were there before."""
+    after = graph.calls[index:]
+    made = {key for call in after for key in call.outputs}
+    needed = [tensor for call in after for tensor in call.node.input_tensors]
+    return [tensor for tensor in (*needed, *graph.function.outputs) if id(tensor) not in made]
+
+
+def _has_rows(tensor: Any) -> bool:
+    return len(tensor.shape) > 0 and tensor.shape[0] is None and not tensor.sparse
+
+
+class HeadInParts(Streaming):
+    """A batch, in pieces or not, each of which computes the head of the model in parts."""
+
+    def _normalisers(self, start: Any, size: Any, state: list[Any]) -> Outcome:
+        x, y, sample_weight = self.take(start, size)
+
+        def compute() -> tuple[Any, list[Any]]:
+            rest = self.engine.until_head(x)
+            tensors = rest.tensors()
+
+            def part(start: Any, size: Any, state: list[Any]) -> Outcome:
+                given, (targets, weights) = self._part_of(tensors, (y, sample_weight), start, size)
+                sums = self.normalisers_of(targets, rest(given), weights, size)
+                return Outcome(state=state, sums=sums)
+
+            return None, self.engine.over_parts(part, size, self._parts(size), []).sums
+
+        with self.piece(start, size, state) as scope:
+            sums = self.engine.run(compute)
+        return Outcome(state=self.writes.state_in(scope), sums=sums)
+
+    def _piece(self, start: Any, size: Any, state: list[Any]) -> Outcome:
+        x, y, sample_weight = self.take(start, size)
+        share = share_of(size, self.size)
+        positions: list[int] = []
+
+        def compute() -> tuple[Any, list[Any]]:
+            with self.writes.recorded() as moments:
+                rest = self.engine.until_head(x)
+            added = self.computing.added(share, True)
+            tensors = rest.tensors()
+            outcome, slopes = self._over_parts(rest, tensors, (y, sample_weight), size, state)
+            positions[:] = [at for at, gradient in enumerate(outcome.gradients) if gradient is not None]
+            compiled, *terms = outcome.sums
+            sums = [compiled, *added, *terms, *moments]
+            # Its derivative by each tensor is that tensor's slope. What it is by itself is of no use.
+            targets = [dot(tensors, slopes)] if any(slope is not None for slope in slopes) else []
+            targets += [self.computing.scaled(total(added, added[0].dtype))] if added else []
+            target = total(targets, targets[0].dtype) if targets else ops.zeros(())
+            return target, [*outcome.state, *(outcome.gradients[at] for at in positions), *sums]
+
+        with self.piece(start, size, state) as scope:
+            results, gradients, _ = self.computing.run(compute, True)
+        done, results = results[: len(state)], results[len(state) :]
+        by_head: list[Any] = [None] * len(gradients)
+        for at in positions:
+            by_head[at] = results.pop(0)
+        seeds = self.writes.seeds
+        return Outcome(
+            state=[*self.writes.state_in(scope)[:seeds], *done[seeds:]],
+            sums=[*results, *self.writes.averages_in(scope, share)],
+            gradients=self.computing.together(gradients, by_head),
+        )
+
+    def _over_parts(
+        self, rest: Rest, tensors: list[Any], given: tuple[Any, Any], size: Any, state: list[Any]
+    ) -> tuple[Outcome, list[Any]]:
+        """What all parts hand on, and the slopes of the loss by what the head is given."""
+        steep: list[int] = []
+
+        def part(start: Any, size: Any, state: list[Any]) -> Outcome:
+            rows, (y, sample_weight) = self._part_of(tensors, given, start, size)
+            before = len(get_stateless_scope().losses)
+
+            def compute(*rows: Any) -> tuple[Any, list[Any]]:
+                y_pred = rest(rows)
+                compiled, terms = self.shares(y, y_pred, sample_weight, size)
+                if len(get_stateless_scope().losses) > before:
+                    raise UnsupportedModelError(
+                        'A layer in the head of the model adds a loss. Train it without: leave "head" out of `allow`.'
+                    )
+                return self.computing.scaled(compiled), [*self.predictions.flat(y_pred), compiled, *terms]
+
+            with self.engine.scope(self.writes.for_piece(state)) as scope:
+                results, gradients, slopes = self.computing.run(compute, True, rows)
+                count = self.predictions.count
+                self.update_metrics(y, results[:count], sample_weight)
+                after = self.writes.state_in(scope)
+            steep[:] = [at for at, slope in enumerate(slopes) if slope is not None]
+            return Outcome(after, results[count:], gradients, [slopes[at] for at in steep])
+
+        outcome = self.engine.over_parts(part, size, self._parts(size), state)
+        slopes: list[Any] = [None] * len(tensors)
+        for at, slope in zip(steep, outcome.rows, strict=True):
+            slopes[at] = slope
+        return outcome, slopes
+
+    def _part_of(self, tensors: list[Any], given: Any, start: Any, size: Any) -> tuple[list[Any], Any]:
+        return self.engine.take_rows(tensors, start, size), self.engine.take(given, start, size)
+
+    def _parts(self, size: Any) -> Any:
+        """Into how many parts the head of so many samples is cut."""
+        assert self.engine.head is not None
+        pieces = self.engine.head[1]
+        if self.engine.draws_whole and isinstance(size, int):
+            # For a proof: parts of one size do not show whether each has the right share.
+            pieces = max(2, (size + 1) // 2)
+        return min(pieces, size) if isinstance(size, int) else pieces
