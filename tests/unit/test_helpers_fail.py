@@ -87,7 +87,7 @@ class Proofs:
             raise RuntimeError(f"{name} is broken")
         return answer
 
-    def key(self, data, cut, recompute):
+    def key(self, data, cut, recompute, head):
         return self._part("key", "some name")
 
     def recall(self, key):

@@ -36,6 +36,9 @@ from oomproof._compat.versions import at_least
 keras_random = _random
 # What Keras's Dropout without a seed calls, and torch's own.
 DROPOUT = Redirect(torch.nn.functional, "dropout", Carried("oomproof_dropout"))
+# What Keras's losses of classes call, with the classes on the second axis.
+CROSS_ENTROPY = Redirect(torch.nn.functional, "cross_entropy")
+NLL_LOSS = Redirect(torch.nn.functional, "nll_loss")
 # What Keras reads batches with. It makes one in every call of `fit`, where nothing of ours is asked.
 EPOCH_ITERATOR = Redirect(_trainer, "TorchEpochIterator")
 

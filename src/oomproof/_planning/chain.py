@@ -18,6 +18,7 @@ from keras import tree
 
 from oomproof._backends.base import Backend
 from oomproof._backends.common.call_graph import Call, graph_of, graphs
+from oomproof._backends.common.head import gains, heads
 from oomproof._compat.keras import Reshape
 from oomproof._planning.costs import cost_of, flops, spec_of
 from oomproof._records.trace import Buffer, Chain, Op, Segment, Spec, Trace, Workload
@@ -70,7 +71,15 @@ def chain_of(model: Any, workload: Workload, trace: Trace, peak: int, backend: B
         calls=sum(calls.layers(index) for group in groups for index in group),
         scratch=account.scratch,
         rows=calls.rows() if backend.traits.sparse_gradients else 0,
+        heads=_heads(model, segments),
     )
+
+
+def _heads(model: Any, segments: Sequence[Segment]) -> tuple[int, ...]:
+    if not gains(model):
+        return ()
+    first = set(heads(model))
+    return tuple(number for number, segment in enumerate(segments) if number and segment.first in first)
 
 
 # The model

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-LEVERS = ("microbatch", "recompute", "xla", "mixed_precision", "batch_statistics")
-_EXACT = frozenset({"microbatch", "recompute", "xla"})
+LEVERS = ("microbatch", "recompute", "head", "xla", "mixed_precision", "batch_statistics")
+_EXACT = frozenset({"microbatch", "recompute", "head", "xla"})
 _WORDS = {"exact": _EXACT, "default": _EXACT | {"batch_statistics"}}
 
 

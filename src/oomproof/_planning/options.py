@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from oomproof._backends.pieces import largest_piece, usual_count
 from oomproof._planning import remat
+from oomproof._planning.heads import worth_trying
 from oomproof._planning.ways import Piece, Way, predict, time_of
 
 # So many numbers of pieces are looked at one by one; beyond, each is a quarter larger than the one before.
@@ -22,7 +23,7 @@ class Request:
         batch_size: Samples in a batch.
         limit: Bytes there are.
         margin: Predictions times this must be within the limit.
-        allowed: Levers that may be used: `"microbatch"`, `"recompute"`, `"xla"`, `"mixed_precision"`,
+        allowed: Levers that may be used: `"microbatch"`, `"recompute"`, `"head"`, `"xla"`, `"mixed_precision"`,
             `"batch_statistics"`.
         caveats: What cutting a batch changes for this model, in words; empty where it changes nothing.
         micro_batch_size: No piece may be larger, as the user wishes; `None` without a wish.
@@ -68,14 +69,28 @@ class Option:
     def name(self) -> str:
         parts = ["whole" if self.pieces == 1 else f"{self.pieces} × {self.micro}"]
         parts += [f"recomputing {self.recomputed} of {self.way.recomputable}"] if self.runs else []
+        parts += [f"head in {self.way.head.parts}"] if self.way.head is not None else []
         parts += ["XLA" if self.way.jit else "no XLA"] if "xla" in self.levers else []
         parts += [self.way.precision] if "mixed_precision" in self.levers else []
         return ", ".join(parts)
 
 
 def options_of(request: Request, own: Way, way: Way) -> Iterator[Option]:
-    """For a way: whole and cut, each without and with recomputation."""
+    """For a way: whole and cut, each without and with recomputation, and all that with the head in parts."""
     sizes = list(_sizes(request, way))
+    yield from _of_sizes(request, own, way, sizes)
+    heads = list(worth_trying(way.chain, sizes[0])) if "head" in request.allowed else []
+    for head in heads:
+        apart = dataclasses.replace(way, head=head)
+        fits = predict(apart, sizes[0], request.batch_size) <= request.most
+        last = fits or head is heads[-1]
+        large = [micro for micro in sizes if micro >= head.parts]
+        yield from _of_sizes(request, own, apart, large if last else large[:1])
+        if fits:
+            return  # More parts take longer.
+
+
+def _of_sizes(request: Request, own: Way, way: Way, sizes: Sequence[int]) -> Iterator[Option]:
     whole = [micro for micro in sizes if micro == request.batch_size]
     for group in (whole, sizes[len(whole) :]):
         if not group:
@@ -111,6 +126,7 @@ def _option(request: Request, own: Way, way: Way, micro: int, runs: remat.Runs) 
         "microbatch": pieces > 1,
         "batch_statistics": pieces > 1 and bool(request.caveats),
         "recompute": bool(runs),
+        "head": way.head is not None,
     }
     caveats = request.caveats if pieces > 1 else ()
     return Option(

@@ -25,7 +25,7 @@ logger = logging.getLogger("oomproof")
 # How allocators and compilers are told in the environment to work in another way.
 _ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TF_GPU_ALLOCATOR", "TF_XLA_FLAGS", "XLA_FLAGS")
 # Counted up when plans are made by other rules, so that those of before are not taken for their own.
-_RULES = 6
+_RULES = 7
 
 
 def folder() -> pathlib.Path:

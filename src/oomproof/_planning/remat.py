@@ -71,6 +71,14 @@ def peak(segments: Sequence[Segment], runs: Runs) -> int:
     return most
 
 
+def busiest(segments: Sequence[Segment]) -> int:
+    """The segment whose backward pass has the most bytes beside it when nothing is recomputed."""
+    behind = _sums_behind([segment.gradients for segment in segments])
+    kept = itertools.accumulate((segment.kept for segment in segments), initial=0)
+    needs = [before + _kept(segments, at, behind).needs for at, before in zip(range(len(segments)), kept, strict=False)]
+    return max(range(len(needs)), key=needs.__getitem__, default=0)
+
+
 def choose(segments: Sequence[Segment], room: int, run_cost: float = 0.0) -> Runs | None:
     """The runs to recompute so that the backward pass stays within `room` bytes, at the least cost of time.
 

@@ -7,13 +7,16 @@ import math
 from fractions import Fraction
 
 from oomproof._backends.pieces import piece_count
-from oomproof._planning import remat
+from oomproof._planning import heads, remat
+from oomproof._planning.heads import Head
 from oomproof._records.trace import Chain, Segment
 
 # Where the estimate and the sum of the parts differ by more, the parts miss the moment of the peak.
 _FAR_OFF = 4
 # What recomputing everything adds to the time the host takes: on torch, two thirds of what was there.
 _STARTED_AGAIN = 0.66
+# What the host takes to start loss and metrics, in segments. A guess.
+_LOSS_AND_METRICS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Way:
         batch_on_device: The part of the batch that is on the device, for all samples, while its pieces run.
         commit: Bytes of new values that are made beside the old ones before they take their place.
         update: Bytes that the optimizer takes while it runs, where that is not what it takes in the plain step.
+        head: The head that runs in parts, of each piece, or `None`.
     """
 
     jit: bool
@@ -57,6 +61,7 @@ class Way:
     batch_on_device: float = 1.0
     commit: int = 0
     update: int | None = None
+    head: Head | None = None
 
     @property
     def gradients(self) -> int:
@@ -66,7 +71,8 @@ class Way:
     @property
     def recomputable(self) -> int:
         """How many of its segments can be recomputed."""
-        return sum(segment.recomputable for segment in self.chain.segments)
+        segments = self.chain.segments if self.head is None else self.chain.segments[: self.head.start]
+        return sum(segment.recomputable for segment in segments)
 
     def pieces(self, batch_size: int, micro: int) -> int:
         """Into how many pieces it cuts a batch for none to have more than `micro` samples."""
@@ -88,8 +94,13 @@ def time_of(way: Way, pieces: int, runs: remat.Runs = ()) -> float:
     """Time of a step, as a multiple of the plain step of the user's own way."""
     recomputed = sum(way.chain.segments[at].cost for run in runs for at in range(*run)) + way.run_cost * len(runs)
     device = 1 + way.forward_share * recomputed + way.piece_cost * (pieces - 1)
+    started = 1.0
+    if way.head is not None:
+        segments, more = way.chain.segments, way.head.parts - 1
+        device += way.piece_cost * more * sum(segment.cost for segment in segments[way.head.start :])
+        started += more * (len(segments) - way.head.start + _LOSS_AND_METRICS) / len(segments)
     # Pieces are smaller, but there is as much to start in each.
-    host = way.host * pieces * (1 + _STARTED_AGAIN * recomputed)
+    host = way.host * pieces * (started + _STARTED_AGAIN * recomputed)
     # Host and device wait for each other now and then: longer than the slower of the two, shorter than both.
     return way.speed * math.hypot(device, host) / math.hypot(1, way.host)
 
@@ -135,6 +146,11 @@ class Piece:
                 # Then the peak tells nothing of the segments.
                 base, factor = 0, Fraction(1)
             chain = dataclasses.replace(chain, update=update)
+        if way.head is not None:
+            # If the peak is while the head runs, what its parts miss is the head's.
+            if remat.busiest(chain.segments) >= way.head.start:
+                base, factor = 0, Fraction(1)
+            chain = heads.with_head(chain, way.head)
         batch = math.ceil(way.batch_on_device * remat.share(chain.inputs, batch_size, chain.batch_size))
         rows = remat.share(chain.rows, batch_size, chain.batch_size)  # The update needs those of all pieces.
         there = chain.resident + gradients + rows + batch

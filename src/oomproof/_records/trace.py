@@ -196,6 +196,7 @@ class Chain:
         scratch: Most bytes that kernels take to work in whatever the size of a piece; no part of `segments`.
         rows: Bytes of gradients that are rows of tables, for `batch_size` samples. They are as many as the batch has
             words, and those of pieces are listed and not added up.
+        heads: Numbers of the segments that a head can begin with that runs in parts.
     """
 
     batch_size: int
@@ -209,3 +210,4 @@ class Chain:
     calls: int = 0
     scratch: int = 0
     rows: int = 0
+    heads: tuple[int, ...] = ()

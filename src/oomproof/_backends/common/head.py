@@ -17,7 +17,7 @@ from oomproof._backends.common.call_graph import Call, Graph, graphs
 from oomproof._backends.common.computing import share_of, total
 from oomproof._backends.common.engine import Outcome
 from oomproof._backends.common.gathering import dot
-from oomproof._backends.common.model import layers, losses_stream, metrics_stream, overwritten
+from oomproof._backends.common.model import layers, losses_stream, metrics_stream, overwritten, will_stream
 from oomproof._backends.common.recompute import Rest
 from oomproof._backends.common.streaming import Streaming
 from oomproof._compat.keras import get_stateless_scope
@@ -75,7 +75,7 @@ def check_head(model: Any, head: tuple[str, int], recompute: Sequence[str]) -> N
 
 def gains(model: Any) -> bool:
     """Whether no more than a part's predictions are needed at a time: not where a loss or metric wants all of them."""
-    return losses_stream(model) and metrics_stream(model)
+    return (losses_stream(model) or will_stream(model)) and metrics_stream(model)
 
 
 def _firsts(model: Any) -> list[Call]:

@@ -197,6 +197,18 @@ def losses_stream(model: Any) -> bool:
     return bool(flat) and all(_loss_streams(loss) for _, loss, _, _ in flat)
 
 
+def will_stream(model: Any) -> bool:
+    """The same, as far as can be told, before Keras has looked at the losses that the model was compiled with."""
+    compiled = model._compile_loss
+    if overrides(model, "compute_loss") or compiled is None or compiled._flat_losses is not None:
+        return False
+    given = [loss for loss in tree.flatten(compiled._user_loss) if loss is not None]
+    found = [keras.losses.get(loss) if isinstance(loss, str) else loss for loss in given]
+    return bool(found) and all(
+        _loss_streams(loss) if isinstance(loss, keras.losses.Loss) else _by_sample(loss, {}) for loss in found
+    )
+
+
 def _loss_streams(loss: Any) -> bool:
     if loss.reduction in (None, "none") or not is_kerass(type(loss)):
         return False

@@ -16,7 +16,7 @@ from oomproof._backends.common.computing import Computing
 from oomproof._backends.common.engine import Engine
 from oomproof._backends.common.gathering import Gathering
 from oomproof._backends.common.head import HeadInParts
-from oomproof._backends.common.model import losses_stream, may_mask, unpack
+from oomproof._backends.common.model import losses_stream, may_mask, metrics_stream, unpack
 from oomproof._backends.common.predictions import Predictions
 from oomproof._backends.common.streaming import MixingOutputsError, Streaming
 
@@ -73,7 +73,9 @@ class Phases(Computing):
         return Gathering(self, data, count, training).computed()
 
     def _stream(self, data: Any, count: Any, training: bool, counted: bool) -> tuple[list[Any], Any]:
-        kind = HeadInParts if training and self.engine.head is not None else Streaming
+        # What wants all predictions gets them, and the head is not cut.
+        by_parts = training and self.engine.head is not None and metrics_stream(self.model)
+        kind = HeadInParts if by_parts else Streaming
         batch = kind(self, data, count, training)
         if counted:
             # A mask that pooling has used up reaches no loss. Where it does after all, that is found out.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from oomproof._backends.common.step import ModelStep
 from oomproof._backends.torch.commit import Commit, undone
 from oomproof._backends.torch.device import is_lost, says_memory
 from oomproof._backends.torch.engine import TorchEngine, as_tensor, take
+from oomproof._backends.torch.kernels import faster_kernels
 from oomproof._backends.torch.lost_device import lost_device
 from oomproof._backends.torch.tree_walks import without_cycles
 from oomproof._backends.torch.writes import settled, write
@@ -190,6 +192,7 @@ class TorchStep(ModelStep):
                 without_cycles(),
                 self.engine.outside.unchanged_on_failure(keep),
                 self.engine.drawing_row_by_row(),
+                contextlib.nullcontext() if self.engine.compiled else faster_kernels(),
             ):
                 return function()
         except Exception as error:

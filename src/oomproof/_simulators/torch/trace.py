@@ -17,6 +17,7 @@ from keras import tree
 from oomproof._backends.common.model import check_is_model, layers
 from oomproof._backends.torch import expandable
 from oomproof._backends.torch.engine import TorchEngine
+from oomproof._backends.torch.kernels import faster_kernels
 from oomproof._backends.torch.tree_walks import without_cycles
 from oomproof._compat.torch import device_scope, to_torch_dtype
 from oomproof._compat.torch_tracing import FakeTensorMode
@@ -58,7 +59,8 @@ def trace(model: Any, workload: Workload) -> Trace:
         as_guarded = workload.guarded or bool(workload.recompute)
         again = TorchEngine(model).rewired(workload.recompute) if as_guarded else contextlib.nullcontext()
         tidy = without_cycles() if as_guarded else contextlib.nullcontext()
-        with _place(workload.target, recorder), recorder, again, tidy:
+        quick = faster_kernels() if as_guarded and not workload.jit else contextlib.nullcontext()
+        with _place(workload.target, recorder), recorder, again, tidy, quick:
             alone = as_guarded and workload.phase == "train" and not workload.later_piece
             (_run_once if alone else _run_twice)(model, workload, data, recorder)
             ops, buffers = recorder.finish()
