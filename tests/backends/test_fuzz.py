@@ -61,7 +61,7 @@ SMALL = {
     "batch": 4,
     "form": "arrays",
     "acts": [{"do": "fit", "epochs": 1, "callbacks": []}],
-    "guard": {"micro": 3, "recompute": [], "lean": False, "ooms": {}, "before_compile": False},
+    "guard": {"micro": 3, "recompute": [], "lean": False, "ooms": {}, "before_compile": False, "head": None},
 }
 
 

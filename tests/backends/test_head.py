@@ -1,9 +1,34 @@
 """The head of a model, its loss and its metrics in parts: the same training as plain Keras's, in less memory."""
 
+import contextlib
+import json
+
+import keras
+import numpy as np
+import oom_memory
 import pytest
 from head_models import HEADS
-from here import SLOW_COMPILES, USUAL, crossed, modes
-from recompute_models import check_same, trained
+from here import BACKEND, SLOW_COMPILES, USUAL, crossed, modes
+from recompute_models import (
+    BATCH,
+    CLASSES,
+    IMAGES,
+    NUMBERS,
+    TAGS,
+    WORDS,
+    check_same,
+    compiled,
+    made,
+    residual,
+    trained,
+    transformer,
+)
+
+import oomproof
+from oomproof import _backends as backends
+from oomproof._backends.common import streaming
+from oomproof._backends.common.call_graph import graphs
+from oomproof._backends.common.proving import as_array
 
 _plain = {}
 
@@ -47,3 +72,116 @@ def test_together_with_pieces(float64, name, mode):
 def test_together_with_recomputation(float64):
     segments = ("norm_0..add_0", "relu_1")
     check_same(plain("residual"), in_parts("residual", 3, segments=lambda model: segments), 1e-10)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "mixed_float16"])
+def test_half_precision(policy):
+    """As near to single precision as steps that run whole: sums of parts lose nothing."""
+
+    def gradients(dtype, head):
+        with precision(dtype):
+            return values_of("tied", head)
+
+    exact, whole, parts = gradients("float32", None), gradients(policy, None), gradients(policy, ("last", 4))
+    for one, other, third in zip(exact, whole, parts, strict=True):
+        scale = np.abs(one).max()
+        assert np.abs(third - one).max() <= 2 * np.abs(other - one).max() + 0.01 * scale
+
+
+def values_of(name, head):
+    build, data, _ = HEADS[name]
+    model = made(build, USUAL)
+    backend = backends.current()
+    step = backend.step(model)
+    x, y, *_ = data
+    batch = backend.as_batch(x, y, None)
+    step.prepare(batch, "train")
+    step.head = head
+    step._examine(batch)
+    return [as_array(gradient) for gradient in step.step_values(batch, 1).gradients]
+
+
+@contextlib.contextmanager
+def precision(policy):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    yield
+    keras.config.set_dtype_policy(before)
+
+
+@pytest.mark.parametrize(
+    ("plan", "what"),
+    [
+        ({"head": "nothing", "head_parts": 2}, "Expected `head` to be one of .*'tags'.* Received: head='nothing'"),
+        ({"head": "attention_1", "head_parts": 2}, "Expected `head` to be one of"),  # Its dropout draws.
+        ({"head": "words", "head_parts": 2}, "Expected `head` to be one of"),  # Nothing would be left before it.
+        ({"head": "tags", "head_parts": 2, "recompute": ("wide_1..tags",)}, "nothing of the head to be recomputed"),
+    ],
+)
+def test_a_plan_that_cannot_be_followed(plan, what):
+    model = made(transformer, USUAL)
+    oomproof.guard(model, plan=oomproof.Plan(**plan))
+    with pytest.raises(ValueError, match=what):
+        model.fit(WORDS, TAGS, batch_size=BATCH, verbose=0)
+
+
+def test_one_part_is_no_parts():
+    assert oomproof.Plan(head="tags", head_parts=1).head_in_parts is None
+    plan = oomproof.Plan(head="tags", head_parts=3, recompute=("wide_0",))
+    assert oomproof.Plan.from_json(plan.to_json()) == plan
+    assert "the head (tags) in 3 parts" in plan.sentence
+
+
+@pytest.mark.proven
+def test_the_head_of_a_plan_is_proven_and_kept():
+    model = made(transformer, USUAL)
+    oomproof.guard(model, plan=oomproof.Plan(head="tags", head_parts=3))
+    run = model.fit(WORDS, TAGS, batch_size=BATCH, epochs=1, verbose=0).run
+    assert (run.plan.head, run.plan.head_parts, run.exactness.word) == ("tags", 3, "exact")
+
+
+@pytest.mark.proven
+def test_a_mistake_in_the_parts_is_found(monkeypatch):
+    """Each part with the share that it would have if there were two of one size."""
+    monkeypatch.setattr(streaming, "share_of", lambda size, batch_size: 0.5)
+    model = made(residual, USUAL)
+    oomproof.guard(model, plan=oomproof.Plan(head="head", head_parts=2))
+    with pytest.warns(oomproof.InexactWarning, match="with its head in parts"):
+        model.fit(IMAGES, CLASSES, batch_size=5, epochs=1, verbose=0)
+
+
+@pytest.mark.proven
+def test_samples_mixed_in_the_head_are_found():
+    """A call of nobody's layer, which compares the samples with each other."""
+
+    def build():
+        inputs = keras.Input((4,))
+        x = keras.layers.Dense(4, name="first")(inputs)
+        x = x - keras.ops.mean(x, axis=0, keepdims=True)
+        return compiled(keras.Model(inputs, keras.layers.Dense(3, "softmax", name="last")(x)))
+
+    model = made(build, USUAL)
+    label = next(call.label for call in next(iter(graphs(model))).calls if call.label.startswith("mean"))
+    oomproof.guard(model, plan=oomproof.Plan(head=label, head_parts=2))
+    with pytest.warns(oomproof.InexactWarning, match="with its head in parts"):
+        model.fit(NUMBERS, CLASSES, batch_size=BATCH, epochs=1, verbose=0)
+
+
+@pytest.mark.parametrize("what", ["loss", "metric"])
+def test_what_wants_all_predictions_gets_them(float64, what):
+    def build():
+        model = transformer()
+        mean = keras.losses.sparse_categorical_crossentropy
+        if what == "loss":
+            return compiled(model, lambda y, p: keras.ops.mean(mean(y, p)) ** 2)
+        return compiled(model, metrics=[lambda y, p: mean(y, p) ** 2])
+
+    data = (WORDS, TAGS)
+    check_same(trained(build, data, USUAL), trained(build, data, USUAL, nothing, head=("tags", 3)), 1e-10)
+
+
+@pytest.mark.parametrize("mode", ["graph"] if BACKEND != "tensorflow" else ["graph", "xla", "eager"])
+def test_logits_are_never_all_there(forks, mode):
+    environment = oom_memory.environment(BACKEND, 2000)
+    whole, parts = json.loads(forks.run("head_child", mode, environment=environment).splitlines()[-1])
+    assert whole >= 4 * parts, (whole, parts)

@@ -90,11 +90,18 @@ CASES = {
     "whole": ({}, WHOLE, {}),
     "in pieces": ({"micro_batch_size": 4}, IN_PIECES, {}),
     "gathered": ({"micro_batch_size": 4}, GATHERED, {"loss": mixing}),
+    "head in parts": ({"plan": oomproof.Plan(head="faulty[1]", head_parts=3)}, IN_PIECES, {}),
 }
 
 
 PLACES = [(case, mode) for case in CASES for mode in modes("graph", "eager")]
-ESSENTIAL = [("whole", "eager"), ("whole", "graph"), ("in pieces", "graph"), ("gathered", "graph")]
+ESSENTIAL = [
+    ("whole", "eager"),
+    ("whole", "graph"),
+    ("in pieces", "graph"),
+    ("gathered", "graph"),
+    ("head in parts", "graph"),
+]
 
 
 @pytest.mark.parametrize("place", representative(PLACES, *ESSENTIAL), ids="-".join)

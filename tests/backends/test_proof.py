@@ -290,7 +290,7 @@ def _with_other_seeds(plain):
     def for_piece(self, state):
         calls.append(None)
         pairs = plain(self, state)
-        return [(v, value + len(calls) if i < self._seeds else value) for i, (v, value) in enumerate(pairs)]
+        return [(v, value + len(calls) if i < self.seeds else value) for i, (v, value) in enumerate(pairs)]
 
     return for_piece
 

@@ -28,7 +28,8 @@ class Case:
     """A training as functions, and how the guarded side runs it.
 
     `build()` makes a compiled model, `train(model, data, log)` trains it. `guard` holds arguments of `oomproof.guard`,
-    `recompute` segments as fractions of the model's calls, `ooms` the numbers of the forward passes, backward passes
+    `recompute` segments as fractions of the model's calls, `head` such a fraction of where heads can begin and a number
+    of parts, `ooms` the numbers of the forward passes, backward passes
     and updates that run out of memory.
     """
 
@@ -40,6 +41,7 @@ class Case:
     random: bool = False
     guard: dict = dataclasses.field(default_factory=dict)
     recompute: tuple = ()
+    head: tuple = ()
     lean: bool = False
     ooms: dict = dataclasses.field(default_factory=dict)
     faults: Any = None
@@ -163,8 +165,11 @@ def trained(case, arrays, guarded=False, disturbed=False):
     log = Log()
     keras.utils.set_random_seed(8)
     if guarded:
-        plan = oomproof.Plan(recompute=segments(model, case.recompute), lean_commit=case.lean)
-        options = {"plan": plan} if case.recompute or case.lean else {}
+        head, recompute = head_of(model, case.head), segments(model, case.recompute)
+        if head:
+            recompute = before(model, head["head"], recompute)
+        plan = oomproof.Plan(recompute=recompute, lean_commit=case.lean, **head)
+        options = {"plan": plan} if case.recompute or case.lean or head else {}
         oomproof.guard(model, **{"verbose": 0, **options, **case.guard})
         if case.ooms:
             case.faults.start(case.ooms)
@@ -196,6 +201,28 @@ def reordered(arrays, batch):
     rng = np.random.default_rng(4)
     order = [s + rng.permutation(min(batch, samples - s)) for s in range(0, samples, batch)]
     return keras.tree.map_structure(lambda a: a[np.concatenate(order)], arrays)
+
+
+def head_of(model, chosen):
+    """Arguments of a plan: the head that begins at this fraction of the calls that one can begin with, in parts."""
+    from oomproof._backends.common.head import heads
+
+    found = heads(model) if model.built and chosen else ()
+    return {"head": found[int(chosen[0] * len(found))], "head_parts": chosen[1]} if found else {}
+
+
+def before(model, head, recompute):
+    """Segments that end before the head."""
+    from oomproof._backends.common.head import check_head
+
+    def fits(segment):
+        try:
+            check_head(model, (head, 2), (segment,))
+        except ValueError:
+            return False
+        return True
+
+    return tuple(filter(fits, recompute))
 
 
 def segments(model, fractions):

@@ -66,7 +66,7 @@ def is_random(config):
 
 
 def guard(dice, config):
-    """How the guarded side runs: pieces, recomputation, in-place updates, and where memory runs out."""
+    """How the guarded side runs: pieces, recomputation, parts of the head, in-place updates, where memory runs out."""
     batch, xla = config["batch"], config["backend"] == "tensorflow" and config["mode"] == "xla"
     micro = dice.between(1, batch - 1) if batch > 1 and dice.chance(0.85) else None
     recompute = []
@@ -85,6 +85,7 @@ def guard(dice, config):
         "lean": dice.chance(0.15),
         "ooms": ooms,
         "before_compile": dice.chance(0.1),
+        "head": [round(dice.uniform(), 2), dice.between(2, 4)] if dice.chance(0.35) else None,
     }
 
 
@@ -261,7 +262,7 @@ def features(config):
     found |= {f"act {act['do']}" for act in config["acts"]}
     found |= {f"changes {act['how']}" for act in config["acts"] if "how" in act}
     found |= {f"oom {point}" for point in config["guard"]["ooms"]}
-    found |= {name for name in ("micro", "recompute", "lean", "before_compile") if config["guard"][name]}
+    found |= {name for name in ("micro", "recompute", "lean", "before_compile", "head") if config["guard"][name]}
     found |= {"several outputs"} if len(config["outputs"]) > 1 else set()
     found |= {"several inputs"} if len(config["inputs"]) > 1 else set()
     return sorted(found | set(names([config["blocks"], config["outputs"], config["optimizer"], config["acts"]])))

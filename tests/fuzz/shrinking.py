@@ -86,7 +86,8 @@ def fewer_acts(config):
 
 
 def less_guard(config):
-    for name, value in (("ooms", {}), ("recompute", []), ("lean", False), ("before_compile", False), ("micro", None)):
+    less = {"ooms": {}, "recompute": [], "head": None, "lean": False, "before_compile": False, "micro": None}
+    for name, value in less.items():
         yield changed(config, ["guard", name], value)
     for point in config["guard"]["ooms"]:
         yield without(config, ["guard", "ooms", point])

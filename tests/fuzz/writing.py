@@ -268,6 +268,7 @@ def case(config):
         **({"random": True} if is_random(config) else {}),
         "guard": options,
         **({"recompute": guard["recompute"]} if guard["recompute"] else {}),
+        **({"head": guard["head"]} if guard.get("head") else {}),
         **({"lean": True} if guard["lean"] else {}),
         **({"ooms": guard["ooms"], "faults": {"code": "FAULTS"}} if guard["ooms"] else {}),
     }

@@ -20,7 +20,7 @@ def plan(
         str,
         typer.Option(
             metavar="LEVERS",
-            help="default, exact, or some of microbatch, recompute, xla, mixed_precision, batch_statistics.",
+            help="default, exact, or some of microbatch, recompute, head, xla, mixed_precision, batch_statistics.",
         ),
     ] = "default",
     input_shape: common.Shapes = None,

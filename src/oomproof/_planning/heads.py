@@ -13,6 +13,8 @@ from oomproof._records.trace import Chain, Segment
 _WORTH_IT = 0.1
 # Nor cut into smaller parts than this share of what the body's largest segment takes.
 _FURTHER = 4
+# Up to so many parts each number is twice the one before, and then four times: each is a search of its own.
+_DOUBLED = 16
 
 
 class Head(NamedTuple):
@@ -37,7 +39,7 @@ def worth_trying(chain: Chain, samples: int) -> Iterator[Head]:
     parts = 2
     while parts < samples and bytes_of(chain, start) > parts * least:
         yield Head(start, parts)
-        parts *= 2
+        parts *= 2 if parts < _DOUBLED else 4
     yield Head(start, min(parts, samples))
 
 

@@ -48,7 +48,7 @@ def fastest(request: Request, ways: Sequence[Way]) -> Plan:
         micro_batch_size=taken.micro if taken.pieces > 1 else None,
         recompute=tuple(remat.label(chain.segments[start:end]) for start, end in taken.runs),
         head=None if taken.way.head is None else chain.segments[taken.way.head.start].first,
-        head_pieces=1 if taken.way.head is None else taken.way.head.parts,
+        head_parts=1 if taken.way.head is None else taken.way.head.parts,
         jit_compile=None if taken.way.jit == own.jit else taken.way.jit,
         precision=None if taken.way.precision == own.precision else taken.way.precision,
         caveats=taken.caveats,

@@ -42,7 +42,7 @@ class Plan(Record):
         head: Label of the call that the head of the model begins with. From there on, its loss and metrics included, it
             runs in parts, each differentiated at once, so that no more than one part of the last activations (the
             logits of a language model) is ever there. Nothing is computed twice. `None` runs it with the rest.
-        head_pieces: Into how many parts the head is cut, of each piece of the batch.
+        head_parts: Into how many parts the head is cut, of each piece of the batch.
         jit_compile: Whether to compile the step with XLA; `None` leaves it as the model was compiled.
         precision: Dtype policy to train with; `None` keeps the model's own.
         lean_commit: Apply the update variable by variable from the host, where the device has no room for new values
@@ -61,7 +61,7 @@ class Plan(Record):
     micro_batch_size: int | None = None
     recompute: tuple[str, ...] = ()
     head: str | None = None
-    head_pieces: int = 1
+    head_parts: int = 1
     jit_compile: bool | None = None
     precision: str | None = None
     lean_commit: bool = False
@@ -78,7 +78,7 @@ class Plan(Record):
     @property
     def head_in_parts(self) -> tuple[str, int] | None:
         """Where the head begins and into how many parts it is cut, or `None` where it runs with the rest."""
-        return None if self.head is None or self.head_pieces < 2 else (self.head, self.head_pieces)
+        return None if self.head is None or self.head_parts < 2 else (self.head, self.head_parts)
 
     @property
     def changes_model(self) -> bool:
@@ -94,7 +94,7 @@ class Plan(Record):
         elif self.recompute:
             parts.append(f"recomputing {', '.join(self.recompute)}")
         if self.head_in_parts is not None:
-            parts.append(f"the head ({self.head}) in {self.head_pieces} parts")
+            parts.append(f"the head ({self.head}) in {self.head_parts} parts")
         if self.jit_compile is not None:
             parts.append("compiled with XLA" if self.jit_compile else "without XLA")
         parts += [f"in {self.precision}"] if self.precision else []

@@ -97,7 +97,7 @@ class CurrentPlan:
             micro_batch_size=micro,
             recompute=self.recompute,
             head=None if self.head is None else self.head[0],
-            head_pieces=1 if self.head is None else self.head[1],
+            head_parts=1 if self.head is None else self.head[1],
             lean_commit=self.lean,
             caveats=tuple(dict.fromkeys([*why, *(made.caveats if made.precision else ())])),
             exactness=exactness,

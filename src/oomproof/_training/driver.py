@@ -274,7 +274,7 @@ class Driver:
 
     def _run_as_it_is(self, batch: Batch) -> None:
         """Without recomputation, and with the head as all the rest."""
-        plain = dataclasses.replace(self.training.current.record(), recompute=(), head=None, head_pieces=1)
+        plain = dataclasses.replace(self.training.current.record(), recompute=(), head=None, head_parts=1)
         self.training.follow(plain, batch)
 
     def _note_proof(self, batch: Batch, way: Way, found: Exactness) -> None:

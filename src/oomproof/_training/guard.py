@@ -37,10 +37,10 @@ def guard(
         micro_batch_size: The most samples to run at a time. `"auto"` finds out.
         plan: A plan to follow instead of making one: from `oomproof.plan`, or from an earlier run
             (`history.run.plan`).
-        allow: What may be done so that a batch fits. `"default"` cuts batches and recomputes parts of the model;
-            `"exact"` does so only where the result stays the same (it refuses to cut batches of a model with
-            BatchNormalization). A set names each: `"microbatch"`, `"recompute"`, `"xla"`, `"mixed_precision"`,
-            `"batch_statistics"`.
+        allow: What may be done so that a batch fits. `"default"` cuts batches, recomputes parts of the model and runs
+            its head in parts; `"exact"` does so only where the result stays the same (it refuses to cut batches of a
+            model with BatchNormalization). A set names each: `"microbatch"`, `"recompute"`, `"head"`, `"xla"`,
+            `"mixed_precision"`, `"batch_statistics"`.
         verbose: `0` logs nothing, `1` and `2` log what changes, `"auto"` follows the `verbose` of `fit`.
 
     Returns:

@@ -27,6 +27,9 @@ from oomproof.errors import UnsupportedModelError
 class HeadApart:
     """What an engine needs to compute the head of its model apart from the rest."""
 
+    model: Any
+    recompute: tuple[str, ...]
+    _checked: tuple[str, int] | None = None
     head: tuple[str, int] | None = None
     cut_at: str | None = None
     rest: Rest | None = None
@@ -34,6 +37,10 @@ class HeadApart:
     def until_head(self, x: Any) -> Rest:
         """Calls the model as far as its head, while training."""
         assert self.head is not None
+        if self._checked != self.head:
+            # The model may not have been built when it was set.
+            check_head(self.model, self.head, self.recompute)
+            self._checked = self.head
         self.cut_at, self.rest = self.head[0], None
         try:
             self.call(x, True)  # type: ignore[attr-defined]
@@ -65,7 +72,7 @@ def check_head(model: Any, head: tuple[str, int], recompute: Sequence[str]) -> N
         known = f"one of {known}" if known else "None: no part of this model can be its head"
         raise ValueError(f"Expected `head` to be {known}. Received: head={label!r}")
     if parts < 2:
-        raise ValueError(f"Expected `head_pieces` to be 2 or more. Received: head_pieces={parts}")
+        raise ValueError(f"Expected `head_parts` to be 2 or more. Received: head_parts={parts}")
     outermost = next(iter(graphs(model)))
     at = {text: index for index, call in enumerate(outermost.calls) for text in (call.label, call.name)}
     for segment in recompute:

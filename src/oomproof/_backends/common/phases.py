@@ -70,6 +70,9 @@ class Phases(Computing):
                     return self._stream(data, count, training, counted)
                 except losses.UncountedNormaliserError:
                     return self._stream(data, count, training, counted=True)
+        if isinstance(count, int) and count == 1 and self.engine.head is not None:
+            # Only its head was to run in parts, which cannot be.
+            return self.whole(data, training)
         return Gathering(self, data, count, training).computed()
 
     def _stream(self, data: Any, count: Any, training: bool, counted: bool) -> tuple[list[Any], Any]:

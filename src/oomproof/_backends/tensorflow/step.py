@@ -108,7 +108,7 @@ class TensorFlowStep(ModelStep):
         return super().caveats() + caveats(self.model, self._outside or ()) + mixed
 
     def prove(self, data: Any, samples: int, cut: bool) -> Exactness:
-        if cut:
+        if cut or self.head is not None:
             self._learn_rows(data)
         return super().prove(data, samples, cut)
 
