@@ -259,7 +259,7 @@ def _over_pieces(
     outcome = (_scanned if tracing() else _looped)(piece, whole, size, state, largest)
     if rest:
         outcome = _join(outcome, piece(whole * size, rest, outcome.state), largest)
-    if outcome.gradients:
+    if outcome.gradients and weights:  # An engine for a loop that is not Keras's knows none.
         outcome.gradients = [g.astype(v.dtype) for g, v in zip(outcome.gradients, weights, strict=True)]
     return outcome
 
