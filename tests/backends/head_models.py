@@ -57,6 +57,15 @@ class Scaled(layers.Layer):
         return x * ops.mean(self._hidden[0]())
 
 
+def masked():
+    """Two outputs whose losses divide by what a mask leaves."""
+    inputs = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(7, 4, mask_zero=True, name="words")(inputs)
+    x = layers.Dense(4, "tanh", name="wide")(x)
+    outputs = [layers.Dense(3, "softmax", name="one")(x), layers.Dense(3, "softmax", name="two")(x)]
+    return compiled(keras.Model(inputs, outputs), ["sparse_categorical_crossentropy"] * 2)
+
+
 def hidden():
     inputs = keras.Input((4,))
     first = layers.Dense(4, "tanh", name="first")
@@ -82,6 +91,7 @@ HEADS = {
     "weighted": (transformer, (WORDS, TAGS, WEIGHTS), "tags"),
     "tied": (tied, (WORDS, MORE_TAGS), "last"),
     "several": (several, (WORDS, SEVERAL), "late"),
+    "masked": (masked, (WORDS, [TAGS, TAGS]), "one"),
     "hidden": (hidden, (NUMBERS, CLASSES), "scaled"),
     "frozen": (frozen, (WORDS, SEVERAL), "late"),
 }

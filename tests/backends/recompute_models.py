@@ -2,7 +2,7 @@
 
 import keras
 import numpy as np
-from here import set_mode
+from here import BACKEND, set_mode
 from keras import layers, ops
 
 from oomproof import _backends as backends
@@ -225,6 +225,17 @@ def trained(build, data, mode, segments=None, pieces=1, epochs=2, head=None):
     weights = weights[0] if weights else None
     history = model.fit(x, y, sample_weight=weights, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0).history
     return model, variables(model), history
+
+
+def agreed(run):
+    """On a busy CPU plain Keras on JAX gave `several` other losses in one of 25 trainings, a guard in none of 100.
+
+    So what it gives twice counts.
+    """
+    found = run()
+    while BACKEND == "jax" and (again := run())[2] != found[2]:
+        found = again
+    return found
 
 
 def check_same(expected, received, tolerance=1e-12):

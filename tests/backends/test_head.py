@@ -16,6 +16,7 @@ from recompute_models import (
     NUMBERS,
     TAGS,
     WORDS,
+    agreed,
     check_same,
     compiled,
     made,
@@ -28,7 +29,9 @@ import oomproof
 from oomproof import _backends as backends
 from oomproof._backends.common import streaming
 from oomproof._backends.common.call_graph import graphs
+from oomproof._backends.common.head import heads
 from oomproof._backends.common.proving import as_array
+from oomproof._training.foresight import Foresight
 
 _plain = {}
 
@@ -42,7 +45,7 @@ def plain(name, mode=USUAL, pieces=None):
     if (name, mode, pieces) not in _plain:
         build, data, _ = HEADS[name]
         segments = None if pieces is None else nothing
-        _plain[name, mode, pieces] = trained(build, data, mode, segments, pieces or 1)
+        _plain[name, mode, pieces] = agreed(lambda: trained(build, data, mode, segments, pieces or 1))
     return _plain[name, mode, pieces]
 
 
@@ -165,6 +168,74 @@ def test_samples_mixed_in_the_head_are_found():
     oomproof.guard(model, plan=oomproof.Plan(head=label, head_parts=2))
     with pytest.warns(oomproof.InexactWarning, match="with its head in parts"):
         model.fit(NUMBERS, CLASSES, batch_size=BATCH, epochs=1, verbose=0)
+
+
+class Adding(keras.layers.Layer):
+    """Adds a loss, which its own code does not show."""
+
+    def call(self, x):
+        self.add(x)
+        return x
+
+    def add(self, x):
+        self.add_loss(keras.ops.mean(x**2))
+
+
+class Told(Adding):
+    def call(self, x):
+        self.add_loss(keras.ops.mean(x**2))
+        return x
+
+
+def numbers_through(*middle):
+    inputs = keras.Input((4,))
+    x = keras.layers.Dense(4, "tanh", name="first")(inputs)
+    for layer in middle:
+        x = layer(x)
+    return compiled(keras.Model(inputs, keras.layers.Dense(3, "softmax", name="last")(x)))
+
+
+def test_a_loss_that_the_head_adds_is_refused():
+    assert heads(numbers_through(Adding(name="adding"))) == ("adding[1]", "last")
+    assert heads(numbers_through(Told(name="told"))) == ("last",)
+    model = made(lambda: numbers_through(Adding(name="adding")), USUAL)
+    oomproof.guard(model, plan=oomproof.Plan(head="adding", head_parts=2))
+    with pytest.raises(ValueError, match=r"Expected a head none of whose layers adds a loss.* Received: head='adding'"):
+        model.fit(NUMBERS, CLASSES, batch_size=BATCH, verbose=0)
+
+
+@pytest.mark.proven
+def test_a_plan_of_ours_leaves_out_a_head_that_cannot_be_cut(monkeypatch):
+    planned = []
+
+    def before(self, batch):
+        if not planned:
+            planned.append(self._training.follow(oomproof.Plan(head="adding", head_parts=2), batch))
+
+    monkeypatch.setattr(Foresight, "before", before)
+    model = made(lambda: numbers_through(Adding(name="adding")), USUAL)
+    oomproof.guard(model)
+    run = model.fit(NUMBERS, CLASSES, batch_size=BATCH, verbose=0).run
+    assert planned == [True]
+    assert (run.plan.head, run.exactness.word) == (None, "exact")
+    assert any("the plan's head in parts is left out" in event.message for event in run.events)
+
+
+def test_rows_that_are_not_the_samples_make_no_head():
+    """Positions of all samples in one axis, whose size is left open like that of the samples."""
+    inputs = keras.Input((5,), dtype="int32")
+    x = keras.layers.Embedding(7, 4, name="words")(inputs)
+    x = keras.ops.reshape(x, (-1, 4))
+    x = keras.layers.Dense(7, name="flat")(x)
+    x = keras.ops.reshape(x, (-1, 5, 7))
+    model = compiled(keras.Model(inputs, keras.layers.Dense(3, "softmax", name="last")(x)))
+    assert [label.partition("[")[0] for label in heads(model)] == ["reshape", "last"]
+
+
+def test_a_model_that_is_built_by_its_first_batch_has_a_head():
+    model = keras.Sequential([keras.layers.Dense(4, name="first"), keras.layers.Dense(3, "softmax", name="last")])
+    model(np.zeros((BATCH, 4)))
+    assert heads(model) == ("last",)
 
 
 @pytest.mark.parametrize("what", ["loss", "metric"])

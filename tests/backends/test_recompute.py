@@ -14,6 +14,7 @@ from recompute_models import (
     CLASSES,
     IMAGES,
     NUMBERS,
+    agreed,
     check_same,
     compiled,
     every,
@@ -43,17 +44,6 @@ def plain(build, mode="eager"):
     if key not in _plain:
         _plain[key] = agreed(lambda: trained(build, CASES.get(build, (NUMBERS, CLASSES)), key[1]))
     return _plain[key]
-
-
-def agreed(run):
-    """On a busy CPU plain Keras on JAX gave `several` other losses in one of 25 trainings, a guard in none of 100.
-
-    So what it gives twice counts.
-    """
-    found = run()
-    while BACKEND == "jax" and (again := run())[2] != found[2]:
-        found = again
-    return found
 
 
 @pytest.mark.parametrize(("build", "segments"), crossed(CASES, SEGMENTATIONS))

@@ -64,7 +64,7 @@ class Computing:
                 f"The model's layers added {len(added)} losses to this batch and {len(kinds)} when they were "
                 "examined. A batch whose number of losses changes cannot be cut: add a loss of zero instead of none."
             )
-        values = [ops.sum(_floating(value)) for value in added]
+        values = [ops.sum(floating(value)) for value in added]
         return [
             weighted(self.engine, value, share) if kind != "sum" else value
             for value, kind in zip(values, kinds, strict=True)
@@ -77,7 +77,7 @@ class Computing:
             return gradients, None
 
         def compute() -> tuple[Any, list[Any]]:
-            penalties = [_floating(ops.sum(v.regularizer(v.value))) for v in variables]
+            penalties = [floating(ops.sum(v.regularizer(v.value))) for v in variables]
             penalty = total(penalties, penalties[0].dtype)
             return self.scaled(penalty), [penalty]
 
@@ -110,5 +110,5 @@ def total(values: list[Any], dtype: Any) -> Any:
     return sum(others, first)
 
 
-def _floating(value: Any) -> Any:
+def floating(value: Any) -> Any:
     return value if keras.backend.is_float_dtype(value.dtype) else ops.cast(value, keras.backend.floatx())

@@ -11,17 +11,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-from keras import ops
+from keras import ops, tree
 
 from oomproof._backends.common.call_graph import Call, Graph, graphs
-from oomproof._backends.common.computing import share_of, total
+from oomproof._backends.common.computing import Computing, floating, share_of, total
 from oomproof._backends.common.engine import Outcome
 from oomproof._backends.common.gathering import dot
-from oomproof._backends.common.model import layers, losses_stream, metrics_stream, overwritten, will_stream
+from oomproof._backends.common.model import (
+    has_fixed_batch,
+    layers,
+    losses_stream,
+    metrics_stream,
+    overwritten,
+    will_stream,
+)
 from oomproof._backends.common.recompute import Rest
 from oomproof._backends.common.streaming import Streaming
 from oomproof._compat.keras import get_stateless_scope
+from oomproof._compat.names import is_kerass
 from oomproof.errors import UnsupportedModelError
+
+# Numbers that no size is by chance.
+_SOME, _LENGTH = 1009, 31
 
 
 class HeadApart:
@@ -67,16 +78,20 @@ def check_head(model: Any, head: tuple[str, int], recompute: Sequence[str]) -> N
     """Raises ValueError where the head cannot begin there, or is recomputed."""
     label, parts = head
     possible = _firsts(model)
+    if not possible:
+        raise ValueError(
+            f"Expected no `head`: no part of this model can be computed apart from the rest. Received: head={label!r}"
+        )
     if all(label not in (call.label, call.name) for call in possible):
         known = ", ".join(repr(call.label) for call in possible)
-        known = f"one of {known}" if known else "None: no part of this model can be its head"
-        raise ValueError(f"Expected `head` to be {known}. Received: head={label!r}")
+        raise ValueError(f"Expected `head` to be one of {known}. Received: head={label!r}")
     if parts < 2:
         raise ValueError(f"Expected `head_parts` to be 2 or more. Received: head_parts={parts}")
-    outermost = next(iter(graphs(model)))
-    at = {text: index for index, call in enumerate(outermost.calls) for text in (call.label, call.name)}
+    calls = next(iter(graphs(model))).calls
+    first = next(index for index, call in enumerate(calls) if label in (call.label, call.name))
     for segment in recompute:
-        if at.get(segment.rpartition("..")[2], -1) >= at[label]:
+        last = segment.rpartition("..")[2]
+        if any(last in (call.label, call.name) or last.startswith(f"{call.path}/") for call in calls[first:]):
             raise ValueError(f"Expected nothing of the head to be recomputed. Received: head={label!r} and {segment!r}")
 
 
@@ -88,16 +103,17 @@ def gains(model: Any) -> bool:
 def _firsts(model: Any) -> list[Call]:
     """The calls that a head can begin with, the earliest first."""
     graph = next(iter(graphs(model)), None)
-    if graph is None or model.activity_regularizer is not None:
+    if graph is None or model.activity_regularizer is not None or has_fixed_batch(model):
         return []
     if any(len(tensor.shape) < 2 for tensor in graph.function.outputs):
         return []
     found: list[Call] = []
+    by_sample = _by_sample(graph)
     # From the last on, as long as each may be a part of it. The first of all would leave no body.
     for index in range(len(graph.calls) - 1, 0, -1):
         if not _may_be_in_head(graph.calls[index]):
             break
-        if all(_has_rows(tensor) for tensor in _crossing(graph, index)):
+        if all(id(tensor) in by_sample for tensor in _crossing(graph, index)):
             found.insert(0, graph.calls[index])
     return found
 
@@ -112,8 +128,17 @@ def _may_be_in_head(call: Call) -> bool:
         or layer._seed_generators
         or layer.activity_regularizer is not None
         or overwritten(layer._trainable_variables)
+        # It may draw numbers, and keep statistics, in torch's own way.
+        or isinstance(layer, keras.layers.TorchModuleWrapper)
+        or _adds_losses(layer)
         for layer in layers(operation)
     )
+
+
+def _adds_losses(layer: Any) -> bool:
+    """Whether the code of a user's layer says so."""
+    code = getattr(type(layer).call, "__code__", None)
+    return not is_kerass(type(layer)) and "add_loss" in getattr(code, "co_names", ())
 
 
 def _crossing(graph: Graph, index: int) -> list[Any]:
@@ -124,26 +149,58 @@ def _crossing(graph: Graph, index: int) -> list[Any]:
     return [tensor for tensor in (*needed, *graph.function.outputs) if id(tensor) not in made]
 
 
-def _has_rows(tensor: Any) -> bool:
-    return len(tensor.shape) > 0 and tensor.shape[0] is None and not tensor.sparse
+def _by_sample(graph: Graph) -> set[int]:
+    """Ids of the symbolic tensors that have a row for each sample, by what calls say of some number of samples.
+
+    That a size is left open does not tell: it may be that of all positions of all samples.
+    """
+    known: dict[int, Any] = {}
+    for tensor in graph.function.inputs:
+        sizes = [_LENGTH if size is None else size for size in tensor.shape[1:]]
+        shape = (_SOME, *sizes) if len(tensor.shape) else ()
+        known[id(tensor)] = keras.KerasTensor(shape, tensor.dtype, sparse=tensor.sparse)
+    for call in graph.calls:
+        try:
+            outputs = _outputs_of(call, known)
+        except Exception:  # Whatever a layer says to other sizes: nothing is known of what it makes.
+            continue
+        known.update(zip(call.outputs, outputs, strict=False))
+    return {key for key, tensor in known.items() if tuple(tensor.shape[:1]) == (_SOME,) and not tensor.sparse}
+
+
+def _outputs_of(call: Call, known: dict[int, Any]) -> list[Any]:
+    given, made = [known[key] for key in call.inputs], call.node.outputs
+    plain = isinstance(call.operation, keras.Layer) and is_kerass(type(call.operation))
+    if plain and all(None not in tensor.shape[1:] for tensor in made):
+        # Keras's layers leave the first axis as it is: no need to ask.
+        rows = given[0].shape[:1] if given else ()
+        return [keras.KerasTensor((*rows, *tensor.shape[1:]), tensor.dtype, sparse=tensor.sparse) for tensor in made]
+    args, kwargs = call.node.arguments.fill_in(known)
+    return list(tree.flatten(call.operation.compute_output_spec(*args, **kwargs)))
 
 
 class HeadInParts(Streaming):
     """A batch, in pieces or not, each of which computes the head of the model in parts."""
+
+    def __init__(self, computing: Computing, data: Any, count: Any, training: bool) -> None:
+        super().__init__(computing, data, count, training)
+        # What a batch that is not cut adds to its loss need not be known before.
+        self._cut = not (isinstance(count, int) and count == 1)
 
     def _normalisers(self, start: Any, size: Any, state: list[Any]) -> Outcome:
         x, y, sample_weight = self.take(start, size)
 
         def compute() -> tuple[Any, list[Any]]:
             rest = self.engine.until_head(x)
-            tensors = rest.tensors()
+            tensors = self._rows_of(rest, size)
 
             def part(start: Any, size: Any, state: list[Any]) -> Outcome:
                 given, (targets, weights) = self._part_of(tensors, (y, sample_weight), start, size)
-                sums = self.normalisers_of(targets, rest(given), weights, size)
+                with self.engine.scope(self.writes.for_piece(state)):
+                    sums = self.normalisers_of(targets, rest(given), weights, size)
                 return Outcome(state=state, sums=sums)
 
-            return None, self.engine.over_parts(part, size, self._parts(size), []).sums
+            return None, self.engine.over_parts(part, size, self._parts(size), state).sums
 
         with self.piece(start, size, state) as scope:
             sums = self.engine.run(compute)
@@ -157,8 +214,8 @@ class HeadInParts(Streaming):
         def compute() -> tuple[Any, list[Any]]:
             with self.writes.recorded() as moments:
                 rest = self.engine.until_head(x)
-            added = self.computing.added(share, True)
-            tensors = rest.tensors()
+            added = self._added_by_body(share)
+            tensors = self._rows_of(rest, size)
             outcome, slopes = self._over_parts(rest, tensors, (y, sample_weight), size, state)
             positions[:] = [at for at, gradient in enumerate(outcome.gradients) if gradient is not None]
             compiled, *terms = outcome.sums
@@ -190,15 +247,12 @@ class HeadInParts(Streaming):
 
         def part(start: Any, size: Any, state: list[Any]) -> Outcome:
             rows, (y, sample_weight) = self._part_of(tensors, given, start, size)
-            before = len(get_stateless_scope().losses)
 
             def compute(*rows: Any) -> tuple[Any, list[Any]]:
                 y_pred = rest(rows)
                 compiled, terms = self.shares(y, y_pred, sample_weight, size)
-                if len(get_stateless_scope().losses) > before:
-                    raise UnsupportedModelError(
-                        'A layer in the head of the model adds a loss. Train it without: leave "head" out of `allow`.'
-                    )
+                if get_stateless_scope().losses:
+                    raise self._adds_a_loss()
                 return self.computing.scaled(compiled), [*self.predictions.flat(y_pred), compiled, *terms]
 
             with self.engine.scope(self.writes.for_piece(state)) as scope:
@@ -214,6 +268,34 @@ class HeadInParts(Streaming):
         for at, slope in zip(steep, outcome.rows, strict=True):
             slopes[at] = slope
         return outcome, slopes
+
+    def _added_by_body(self, share: Any) -> list[Any]:
+        losses = get_stateless_scope().losses
+        if self._cut:
+            if len(losses) < len(self.computing.added_losses[True]):
+                raise self._adds_a_loss()
+            return self.computing.added(share, True)
+        self.added = len(losses)
+        return [ops.sum(floating(value)) for value in losses]
+
+    def _adds_a_loss(self) -> ValueError:
+        assert self.engine.head is not None
+        return ValueError(
+            "Expected a head none of whose layers adds a loss: it would count once for each part. "
+            f"Received: head={self.engine.head[0]!r}. Begin it behind that layer."
+        )
+
+    def _rows_of(self, rest: Rest, size: Any) -> list[Any]:
+        """What the head is given, if that has a row for each sample."""
+        assert self.engine.head is not None
+        tensors = rest.tensors()
+        for tensor in tensors:
+            rows = self.engine.size_of(tensor) if len(tensor.shape) else 0
+            text = f"Expected a head that is given a row for each sample. Received: head={self.engine.head[0]!r}"
+            if isinstance(rows, int) and isinstance(size, int) and rows != size:
+                raise ValueError(f"{text}, which is given {rows} rows for {size} samples")
+            self.engine.insist(rows, size, text)
+        return tensors
 
     def _part_of(self, tensors: list[Any], given: Any, start: Any, size: Any) -> tuple[list[Any], Any]:
         return self.engine.take_rows(tensors, start, size), self.engine.take(given, start, size)

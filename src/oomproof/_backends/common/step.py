@@ -322,8 +322,6 @@ class ModelStep(Looking):
     def prove(self, data: Any, samples: int, cut: bool) -> Exactness:
         if cut and (why := self.odd_losses(data) + self.caveats()):
             return Exactness("not exact", why)
-        if self.engine.head is not None:
-            self._examine(data)
         return proven(self, data, samples, cut)
 
     def odd_losses(self, data: Any) -> tuple[str, ...]:

@@ -25,6 +25,8 @@ class Streaming(SplitBatch):
         # Whether metrics are updated piece by piece.
         self._metrics_stream = metrics_stream(self.model)
         self._totals: list[Any] = []
+        # How many losses layers add.
+        self.added = len(computing.added_losses[training])
 
     def count_normalisers(self) -> bool:
         """Computes the normalisers of the whole batch, for losses whose normaliser depends on masks or weights.
@@ -77,7 +79,7 @@ class Streaming(SplitBatch):
         outcome = self.over_pieces(self._piece)
         sums = iter(outcome.sums)
         compiled = next(sums)
-        added = [next(sums) for _ in computing.added_losses[self.training]]
+        added = [next(sums) for _ in range(self.added)]
         terms = [next(sums) for _ in model._compile_loss._flat_losses]
         self.writes.write_back(outcome.state, sums)
         gradients, penalty = computing.with_regularisers(outcome.gradients, self.training)

@@ -80,7 +80,7 @@ class JaxStep(ModelStep):
     # Running it
 
     def train(self, data: Any, pieces: int, lean: bool, spec: Any = None) -> Any:
-        if self.in_pieces(pieces):
+        if pieces > 1:
             self._examine(data)
             self._learn_draws(data, training=True)
         data = self._in_place(data, pieces)

@@ -151,7 +151,7 @@ class TensorFlowEngine(RandomNumbers, HeadApart):
         try:
             with tf.GradientTape() as tape:
                 self._tape = tape
-                tape.watch(list(inputs))
+                tape.watch([value for value in inputs if value.dtype.is_floating])
                 target, results = compute(*inputs)
         finally:
             self._tape = outer

@@ -108,14 +108,14 @@ class TensorFlowStep(ModelStep):
         return super().caveats() + caveats(self.model, self._outside or ()) + mixed
 
     def prove(self, data: Any, samples: int, cut: bool) -> Exactness:
-        if cut or self.head is not None:
+        if cut:
             self._learn_rows(data)
         return super().prove(data, samples, cut)
 
     # Running it
 
     def train(self, data: Any, pieces: int, lean: bool, spec: Any = None) -> Any:
-        if self.in_pieces(pieces):
+        if pieces > 1:
             self._examine(data)
             self._learn_draws(data, training=True)
             self._learn_rows(data)
@@ -223,7 +223,7 @@ class TensorFlowStep(ModelStep):
 
     def step_values(self, data: Any, pieces: int) -> StepValues:
         """Op by op, since a program for so few samples would be traced for this alone; traced where that fails."""
-        if self.in_pieces(pieces):
+        if pieces > 1:
             self._learn_rows(data)
 
         def look() -> StepValues:

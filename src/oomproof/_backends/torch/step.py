@@ -55,7 +55,7 @@ class TorchStep(ModelStep):
 
     def train(self, data: Any, pieces: int, lean: bool, spec: Any = None) -> Any:
         split = self.in_pieces(pieces)
-        if split:
+        if pieces > 1:
             self._examine(data)
             self._learn_draws(data, training=True)
 
