@@ -147,7 +147,9 @@ class JaxStepper(Stepper):
 
         guard = vars(self.model).get("_oomproof_guard")
         if guard is not None:
-            return int(max(program.needs() for program in guard._ready().step._programs.values()))
+            # Those of proofs are kept beside them, each with what runs it.
+            programs = [each for each in guard._ready().step._programs.values() if not isinstance(each, tuple)]
+            return int(max(program.needs() for program in programs))
         self.run()
         compiled = jax.jit(self.model.train_step, donate_argnums=0).lower(self.state, self.data).compile()
         analysis = compiled.memory_analysis()

@@ -40,7 +40,7 @@ from _common import write_result  # noqa: E402
 from _steppers import Stepper, stepper_class  # noqa: E402
 
 BACKEND = keras.backend.backend()
-USUAL = "8,512,768,32000,16" if arguments.device == "gpu" else "2,128,64,16000,16"
+USUAL = "8,512,768,32000,16" if arguments.device == "gpu" else "4,256,128,16000,16"
 DEPTH, WIDTH, TOKENS, WORDS, BATCH = map(int, (arguments.sizes or USUAL).split(","))
 BLOCKS = tuple(f"before_{n}..sum_{n}" for n in range(DEPTH))
 PLANS = {
