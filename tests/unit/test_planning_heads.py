@@ -93,3 +93,11 @@ def test_what_the_parts_of_a_step_miss_is_the_heads_where_that_is_the_peak():
     early = dataclasses.replace(CHAIN.segments[0], work=40 * GIB)
     elsewhere = dataclasses.replace(above, segments=(early, *above.segments[1:]), peak=60 * GIB)
     assert heads.missing(elsewhere, 8) == 0
+
+
+def test_where_gradients_of_parts_are_made_beside_their_sum_they_count_twice():
+    head = Head(8, 4)
+    (one,), (other,) = (heads.with_head(LANGUAGE, head, adds_up=adds).segments[8:] for adds in (False, True))
+    assert other.work - one.work == LOGITS.gradients
+    in_place, beside = (dataclasses.replace(WAY, head=head, adds_up=adds) for adds in (False, True))
+    assert predict(beside, 1024, 1024) - predict(in_place, 1024, 1024) == LOGITS.gradients

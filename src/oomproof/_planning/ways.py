@@ -150,7 +150,7 @@ class Piece:
             # If the peak is while the head runs, what its parts miss is the head's.
             if remat.busiest(chain.segments) >= way.head.start:
                 base, factor = 0, Fraction(1)
-            chain = heads.with_head(chain, way.head)
+            chain = heads.with_head(chain, way.head, adds_up=way.adds_up)
         batch = math.ceil(way.batch_on_device * remat.share(chain.inputs, batch_size, chain.batch_size))
         rows = remat.share(chain.rows, batch_size, chain.batch_size)  # The update needs those of all pieces.
         there = chain.resident + gradients + rows + batch
