@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import oom_memory
 import pytest
-from head_models import HEADS
+from head_models import HEADS, MORE_TAGS
 from here import BACKEND, SLOW_COMPILES, USUAL, crossed, modes
 from recompute_models import (
     BATCH,
@@ -119,6 +119,7 @@ def precision(policy):
         ({"head": "attention_1", "head_parts": 2}, "Expected `head` to be one of"),  # Its dropout draws.
         ({"head": "words", "head_parts": 2}, "Expected `head` to be one of"),  # Nothing would be left before it.
         ({"head": "tags", "head_parts": 2, "recompute": ("wide_1..tags",)}, "nothing of the head to be recomputed"),
+        ({"head": "tags"}, "Expected `head_parts` to be 2 or more. Received: head_parts=1"),
     ],
 )
 def test_a_plan_that_cannot_be_followed(plan, what):
@@ -128,8 +129,8 @@ def test_a_plan_that_cannot_be_followed(plan, what):
         model.fit(WORDS, TAGS, batch_size=BATCH, verbose=0)
 
 
-def test_one_part_is_no_parts():
-    assert oomproof.Plan(head="tags", head_parts=1).head_in_parts is None
+def test_what_a_plan_says():
+    assert oomproof.Plan().head_in_parts is None
     plan = oomproof.Plan(head="tags", head_parts=3, recompute=("wide_0",))
     assert oomproof.Plan.from_json(plan.to_json()) == plan
     assert "the head (tags) in 3 parts" in plan.sentence
@@ -236,6 +237,64 @@ def test_a_model_that_is_built_by_its_first_batch_has_a_head():
     model = keras.Sequential([keras.layers.Dense(4, name="first"), keras.layers.Dense(3, "softmax", name="last")])
     model(np.zeros((BATCH, 4)))
     assert heads(model) == ("last",)
+
+
+def tied_by_an_operation():
+    """An operation that is no layer computes in the precision of the model around it."""
+    inputs = keras.Input((5,), dtype="int32")
+    words = keras.layers.Embedding(7, 4, name="words")
+    x = keras.layers.Dense(4, "tanh", name="wide")(words(inputs))
+    x = (
+        Projected(words, name="projected")(x)
+        if BACKEND == "jax"
+        else keras.ops.einsum("btd,vd->btv", x, words.embeddings)
+    )
+    return compiled(keras.Model(inputs, x), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+
+class Projected(keras.layers.Layer):
+    """On JAX Keras takes no variable for an operation's argument."""
+
+    def __init__(self, words, **options):
+        super().__init__(**options)
+        self.words = words
+
+    def call(self, x):
+        return keras.ops.einsum("btd,vd->btv", x, self.words.embeddings)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_logits_from_the_table_of_words(policy):
+    data = (WORDS, MORE_TAGS)
+    with precision(policy):
+        label = tied_by_an_operation().layers[-1].name
+        head = label if BACKEND == "jax" else heads(tied_by_an_operation())[-1]
+        whole, parts = (trained(tied_by_an_operation, data, USUAL, nothing, head=h) for h in (None, (head, 3)))
+    check_same(whole, parts, 1e-5 if policy == "float32" else 1e-2)
+
+
+@pytest.mark.parametrize("what", ["loss", "metric"])
+def test_what_wants_all_beside_losses_that_layers_add(float64, what):
+    def build():
+        model = residual()
+        own = lambda y, p: keras.losses.sparse_categorical_crossentropy(y, p) ** 2  # noqa: E731
+        return compiled(model, own) if what == "loss" else compiled(model, metrics=[own])
+
+    data = (IMAGES, CLASSES)
+    plain = agreed(lambda: trained(build, data, USUAL))
+    check_same(plain, trained(build, data, USUAL, nothing, head=("head", 3)), 1e-10)
+
+
+@pytest.mark.proven
+def test_a_batch_of_one_sample_proves_nothing():
+    """Of one sample there are no parts."""
+    model = made(transformer, USUAL)
+    oomproof.guard(model, plan=oomproof.Plan(head="tags", head_parts=2))
+    model.fit(WORDS[:1], TAGS[:1], batch_size=BATCH, verbose=0)
+    proofs = vars(model)["_oomproof_guard"]._ready().training.current.proofs
+    assert not proofs
+    model.fit(WORDS, TAGS, batch_size=BATCH, verbose=0)
+    assert [way[2] for way in proofs] == ["tags"]
 
 
 @pytest.mark.parametrize("what", ["loss", "metric"])

@@ -96,8 +96,9 @@ def test_what_the_parts_of_a_step_miss_is_the_heads_where_that_is_the_peak():
 
 
 def test_where_gradients_of_parts_are_made_beside_their_sum_they_count_twice():
-    head = Head(8, 4)
-    (one,), (other,) = (heads.with_head(LANGUAGE, head, adds_up=adds).segments[8:] for adds in (False, True))
-    assert other.work - one.work == LOGITS.gradients
-    in_place, beside = (dataclasses.replace(WAY, head=head, adds_up=adds) for adds in (False, True))
+    in_place, beside = (dataclasses.replace(WAY, head=Head(8, 4), adds_up=adds) for adds in (False, True))
     assert predict(beside, 1024, 1024) - predict(in_place, 1024, 1024) == LOGITS.gradients
+    # In pieces there are those of the other segments, too; and one set of them all, whatever their size.
+    for micro in (512, 256):
+        more = predict(beside, micro, 1024) - predict(in_place, micro, 1024)
+        assert more >= LOGITS.gradients

@@ -125,7 +125,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
     "compiled loss": {
         "_flat_losses": "each loss with its output and its weight",
-        "_user_loss": "what `compile` was given, to make a fresh one",
+        "_user_loss": "what `compile` was given, to make a fresh one and to know what it will be",
         "_user_loss_weights": "likewise",
     },
     "compiled metrics": {

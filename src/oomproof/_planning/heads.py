@@ -64,25 +64,18 @@ def missing(chain: Chain, start: int) -> int:
     return max(0, chain.peak - known) if known >= chain.resident + chain.update else 0
 
 
-def with_head(chain: Chain, head: Head, *, adds_up: bool = False) -> Chain:
-    """A step whose head runs in parts, as one segment that cannot be recomputed.
-
-    Args:
-        chain: The step.
-        head: The head.
-        adds_up: Whether the gradients of a part are made beside their sum.
-    """
+def with_head(chain: Chain, head: Head) -> Chain:
+    """A step whose head runs in parts, as one segment that cannot be recomputed."""
     start, parts = head
     segments = chain.segments[start:]
-    gradients = sum(segment.gradients for segment in segments)
     one = Segment(
         first=segments[0].first,
         last=segments[-1].last,
         # The gradient of what it is given waits until all parts are done.
         kept=crossing(chain, start),
         crossing=(),
-        work=-(-bytes_of(chain, start) // parts) + (gradients if adds_up else 0),
-        gradients=gradients,
+        work=-(-bytes_of(chain, start) // parts),
+        gradients=sum(segment.gradients for segment in segments),
         cost=sum(segment.cost for segment in segments),
         recomputable=False,
     )

@@ -161,17 +161,20 @@ class Planner:
             if headed is None:
                 raise
             return headed
-        quicker = headed is not None and (headed.relative_time or 0.0) < (found.relative_time or 0.0)
-        return headed if headed is not None and quicker else found
+        if headed is None:
+            return found
+        # What is exact comes first, however long it takes.
+        return min(found, headed, key=lambda plan: (bool(plan.caveats), plan.relative_time or 0.0))
 
     def _with_head(self, request: Request, ways: list[Way]) -> Plan | None:
         """The fastest plan with the head in parts, if that is the fastest way: no trace shows what its parts take."""
         if "head" not in request.allowed:
             return None
-        with contextlib.suppress(CannotFitError):
+        try:
             found = self._fastest(dataclasses.replace(request, margin=request.margin * _UNSEEN), ways)
-            return found if found.head is not None else None
-        return None
+        except CannotFitError:
+            return None
+        return found if found.head is not None else None
 
     def _seen(self, request: Request, workload: Workload, caution: float) -> Plan:
         assert self._ways is not None

@@ -150,19 +150,21 @@ class Piece:
             # If the peak is while the head runs, what its parts miss is the head's.
             if remat.busiest(chain.segments) >= way.head.start:
                 base, factor = 0, Fraction(1)
-            chain = heads.with_head(chain, way.head, adds_up=way.adds_up)
+            chain = heads.with_head(chain, way.head)
         batch = math.ceil(way.batch_on_device * remat.share(chain.inputs, batch_size, chain.batch_size))
         rows = remat.share(chain.rows, batch_size, chain.batch_size)  # The update needs those of all pieces.
         there = chain.resident + gradients + rows + batch
         least = there + way.commit if way.commit else 0
+        # Those of a part are made beside their sum, however few samples it has.
+        apart = chain.segments[-1].gradients if way.head is not None and way.adds_up else 0
         if micro >= batch_size:
-            piece = cls._made(chain, batch_size)
+            piece = cls._made(chain, batch_size, apart=apart)
             return dataclasses.replace(piece, updating=piece.updating + rows, base=base, factor=factor, least=least)
         if way.holds_results:
-            piece = cls._made(chain, micro, in_sum=True)
+            piece = cls._made(chain, micro, in_sum=True, apart=apart)
             extra = max(0, way.commit - gradients) + max((one.gradients for one in chain.segments), default=0)
         else:
-            piece = cls._made(chain, micro, in_sum=not way.adds_up)
+            piece = cls._made(chain, micro, in_sum=not way.adds_up, apart=apart)
             extra = gradients if way.adds_up else 0
         extra += rows + batch
         return dataclasses.replace(
@@ -170,12 +172,18 @@ class Piece:
         )
 
     @classmethod
-    def _made(cls, chain: Chain, samples: int, in_sum: bool = False) -> Piece:
-        """As a step of its own. With `in_sum` the gradients are all there from the beginning, and made nowhere else."""
+    def _made(cls, chain: Chain, samples: int, in_sum: bool = False, apart: int = 0) -> Piece:
+        """As a step of its own. With `in_sum` the gradients are all there from the beginning, and made nowhere else.
+
+        The last segment works with so many bytes `apart`, whatever the number of samples.
+        """
         gradients = _gradients(chain)
         inputs, outside = (remat.share(size, samples, chain.batch_size) for size in (chain.inputs, chain.outside))
+        segments = remat.scaled(chain.segments, samples, chain.batch_size, with_gradients=not in_sum)
+        if apart:
+            segments = (*segments[:-1], dataclasses.replace(segments[-1], work=segments[-1].work + apart))
         return cls(
-            segments=remat.scaled(chain.segments, samples, chain.batch_size, with_gradients=not in_sum),
+            segments=segments,
             beside=chain.resident + inputs + outside + chain.scratch + (gradients if in_sum else 0),
             updating=chain.resident + gradients + chain.update + inputs,
         )

@@ -78,7 +78,7 @@ class Plan(Record):
     @property
     def head_in_parts(self) -> tuple[str, int] | None:
         """Where the head begins and into how many parts it is cut, or `None` where it runs with the rest."""
-        return None if self.head is None or self.head_parts < 2 else (self.head, self.head_parts)
+        return None if self.head is None else (self.head, self.head_parts)
 
     @property
     def changes_model(self) -> bool:

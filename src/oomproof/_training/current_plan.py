@@ -9,9 +9,9 @@ from oomproof._records.plan import Plan
 from oomproof._records.run import Phase
 from oomproof._training.settings import Settings
 
-# How a batch is run, as far as proofs go: whether it is cut, the segments that are recomputed, and whether the head is
-# in parts.
-Way = tuple[bool, tuple[str, ...], bool]
+# How a batch is run, as far as proofs go: whether it is cut, the segments that are recomputed, and where a head begins
+# that is in parts.
+Way = tuple[bool, tuple[str, ...], str | None]
 
 
 class CurrentPlan:
@@ -76,12 +76,13 @@ class CurrentPlan:
         return min(limits, default=None)
 
     @property
-    def repeats_or_parts(self) -> bool:
+    def changes_whole_batches(self) -> bool:
         """Whether batches that are not cut are run in another way than Keras's, too."""
         return bool(self.recompute) or self.head is not None
 
-    def way(self, pieces: int) -> Way:
-        return pieces > 1, self.recompute, self.head is not None
+    def way(self, pieces: int, size: int = 2) -> Way:
+        """How a batch of so many samples is run. Of one sample there are no parts."""
+        return pieces > 1, self.recompute, self.head[0] if self.head is not None and size > 1 else None
 
     def record(self) -> Plan:
         """The plan as users get it."""
@@ -90,7 +91,7 @@ class CurrentPlan:
         if made.micro_batch_size != micro:
             # Its figures are no longer those of what runs.
             made = dataclasses.replace(made, predicted=None, relative_time=None, alternatives=())
-        exactness = self.proofs.get((micro is not None, self.recompute, self.head is not None))
+        exactness = self.proofs.get(self.way(1 if micro is None else 2))
         why = () if exactness is None or exactness.holds else exactness.why
         return dataclasses.replace(
             made,

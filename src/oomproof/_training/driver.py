@@ -129,7 +129,7 @@ class Driver:
         self._foresight.before(batch)
         while True:
             pieces = self.training.pieces(batch)
-            changed = pieces > 1 or self.training.current.repeats_or_parts
+            changed = any(self.training.current.way(pieces, batch.size))
             if phase == "train" and changed and not self._prove(batch, pieces):
                 continue  # Now without what could not be proven.
             if phase != "train" and pieces > 1:
@@ -193,13 +193,13 @@ class Driver:
     def _blames_the_plan(self, batch: Batch, error: Exception) -> bool:
         """Whether a step that never ran is tried without what a plan of ours has it recompute: that may be at fault."""
         current, planned = self.training.current, self._settings.start is None
-        if batch.phase != "train" or not planned or not current.repeats_or_parts or self.log.steps["train"]:
+        if batch.phase != "train" or not planned or not current.changes_whole_batches or self.log.steps["train"]:
             return False
         with optional("Recomputing parts of the model" if current.recompute else "Running the head in parts"):
             self._run_as_it_is(batch)
             self._foresight.plan_no_more()
             raise error
-        return not current.repeats_or_parts
+        return not current.changes_whole_batches
 
     def _step(self, batch: Batch, pieces: int) -> Any:
         if batch.phase == "train":
@@ -226,7 +226,7 @@ class Driver:
         Returns:
             Whether the batch may run so. If not, it is now to run in another way.
         """
-        proofs, way = self.training.current.proofs, self.training.current.way(pieces)
+        proofs, way = self.training.current.proofs, self.training.current.way(pieces, batch.size)
         self._proven[way] += 1
         if way not in proofs:
             proven = self._proving(batch.data, pieces)
@@ -237,7 +237,7 @@ class Driver:
             self._note_proof(batch, way, found)
         found = proofs[way]
         if not found.holds and self._settings.exact_only:
-            raise messages.not_exact(batch.size, pieces, found.why)
+            raise messages.not_exact(batch.size, pieces, found.why, not self.training.current.recompute)
         self.log.exactness = worse(self.log.exactness, found)
         return True
 
@@ -257,12 +257,12 @@ class Driver:
     def _leaves_out(self, batch: Batch, pieces: int, proven: Exactness) -> bool:
         """Goes on without what a plan of ours recomputes or has in parts, if that may be why a proof does not hold."""
         current, plan = self.training.current, self.training.current.record()
-        ours = current.repeats_or_parts and self._settings.start is None
+        ours = current.changes_whole_batches and self._settings.start is None
         if not ours or not (self._settings.exact_only or not self.step.caveats()):
             return False
         self._run_as_it_is(batch)
         if pieces > 1:
-            current.proofs[current.way(pieces)] = found = self._proving(batch.data, pieces)
+            current.proofs[current.way(pieces, batch.size)] = found = self._proving(batch.data, pieces)
             if not found.holds:
                 self.training.follow(plan, batch)  # Then it is cutting that is not exact.
                 return False

@@ -94,8 +94,9 @@ def cutting_is_not_allowed(size: int) -> CannotFitError:
     )
 
 
-def not_exact(size: int, pieces: int, why: Sequence[str]) -> CannotFitError:
-    how = f"in {pieces} pieces" if pieces > 1 else "with parts of the model recomputed"
+def not_exact(size: int, pieces: int, why: Sequence[str], head_alone: bool = False) -> CannotFitError:
+    how = "with the head of the model in parts" if head_alone else "with parts of the model recomputed"
+    how = f"in {pieces} pieces" if pieces > 1 else how
     return CannotFitError(
         f"The batch of {size} runs {how}, which is not exact for this model: {'; '.join(why)}. "
         'Allow it with allow="default", lower the batch size, or replace what is named '

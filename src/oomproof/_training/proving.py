@@ -115,10 +115,10 @@ class Proving:
     def _made(self, data: Any, pieces: int) -> Exactness:
         piece = largest_piece(self._step.batch_size(data), pieces)
         cut = [count for count in _SAMPLES if count <= max(_FEWEST, piece)]
-        together = pieces > 1 or self._step.head is not None
+        in_pieces = pieces > 1 or self._step.head is not None
         began = time.perf_counter()
         with patience(self._seconds):
-            for samples in cut if together else _SAMPLES_RECOMPUTED:
+            for samples in cut if in_pieces else _SAMPLES_RECOMPUTED:
                 found = self._tried(lambda samples=samples: self._step.prove(data, samples, pieces > 1))
                 if found is not None:
                     if (seconds := time.perf_counter() - began) > _LONG:

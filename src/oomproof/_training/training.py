@@ -113,12 +113,22 @@ class Training:
     def follow(self, plan: Plan, batch: Batch) -> bool:
         """Runs batches as a plan says from here on; returns whether that changes anything."""
         if (plan.recompute, plan.head_in_parts) != (self.current.recompute, self.current.head):
-            self.step.head = None  # What is recomputed now may have been part of it.
-            self.step.recompute = plan.recompute
-            self.step.head = plan.head_in_parts
+            self._set(plan.recompute, plan.head_in_parts)
             # What was measured, and what failed, is another step.
             self.measured["train"].evidence = Evidence()
         return self.current.follow(plan, batch.unit)
+
+    def _set(self, recompute: tuple[str, ...], head: tuple[str, int] | None) -> None:
+        """Both or, where the model does not have what they name, none."""
+        before = self.step.recompute, self.step.head
+        try:
+            self.step.head = None  # What is recomputed now may have been part of it.
+            self.step.recompute = recompute
+            self.step.head = head
+        except BaseException:
+            self.step.head = None
+            self.step.recompute, self.step.head = before
+            raise
 
     def note_plan(
         self, batch: Batch, kind: EventKind, plan: Plan, before: int, free: int | None, seconds: float = 0.0

@@ -145,8 +145,11 @@ class Rows:
     @property
     def is_batch(self) -> bool:
         """Whether it is known to be the whole batch, as it comes."""
-        whole = all(isinstance(n, int) for n in (self.start, self.size, self.batch_size))
-        return self.samples is None and whole and self.start == 0 and self.size == self.batch_size
+        if self.samples is not None or not isinstance(self.start, int) or self.start != 0:
+            return False
+        known = isinstance(self.size, int) and isinstance(self.batch_size, int)
+        # While a graph is traced sizes are tensors, of which there is one for each size.
+        return self.size is self.batch_size or (known and self.size == self.batch_size)
 
 
 class Generators:

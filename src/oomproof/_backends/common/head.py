@@ -55,9 +55,10 @@ class HeadApart:
         self.cut_at, self.rest = self.head[0], None
         try:
             self.call(x, True)  # type: ignore[attr-defined]
-            found, self.rest = self.rest, None
+            found = self.rest
         finally:
-            self.cut_at = None
+            # What failed is not to hold what the body has made.
+            self.cut_at = self.rest = None
         if found is None:
             raise UnsupportedModelError(
                 f"The model does not run its calls one by one, so its head ({self.head[0]}) cannot run in parts. Train "
@@ -171,6 +172,7 @@ def _by_sample(graph: Graph) -> set[int]:
 def _outputs_of(call: Call, known: dict[int, Any]) -> list[Any]:
     given, made = [known[key] for key in call.inputs], call.node.outputs
     plain = isinstance(call.operation, keras.Layer) and is_kerass(type(call.operation))
+    plain = plain and not isinstance(call.operation, keras.layers.Lambda)
     if plain and all(None not in tensor.shape[1:] for tensor in made):
         # Keras's layers leave the first axis as it is: no need to ask.
         rows = given[0].shape[:1] if given else ()
@@ -303,8 +305,8 @@ class HeadInParts(Streaming):
     def _parts(self, size: Any) -> Any:
         """Into how many parts the head of so many samples is cut."""
         assert self.engine.head is not None
-        pieces = self.engine.head[1]
+        parts = self.engine.head[1]
         if self.engine.draws_whole and isinstance(size, int):
             # For a proof: parts of one size do not show whether each has the right share.
-            pieces = max(2, (size + 1) // 2)
-        return min(pieces, size) if isinstance(size, int) else pieces
+            parts = max(2, (size + 1) // 2)
+        return min(parts, size) if isinstance(size, int) else parts

@@ -63,20 +63,19 @@ class Phases(Computing):
 
     def split(self, data: Any, count: Any, training: bool) -> tuple[list[Any], Any]:
         """Gradients and logs of a batch computed in `count` pieces. Runs inside a scope."""
-        if losses_stream(self.model):
+        # Of a batch that is not cut, nothing but the head runs in parts.
+        head_alone = training and self.engine.head is not None and isinstance(count, int) and count == 1
+        if losses_stream(self.model) and (metrics_stream(self.model) or not head_alone):
             with contextlib.suppress(MixingOutputsError):
                 counted = may_mask(self.model, data) and training not in self._nothing_to_count
                 try:
                     return self._stream(data, count, training, counted)
                 except losses.UncountedNormaliserError:
                     return self._stream(data, count, training, counted=True)
-        if isinstance(count, int) and count == 1 and self.engine.head is not None:
-            # Only its head was to run in parts, which cannot be.
-            return self.whole(data, training)
-        return Gathering(self, data, count, training).computed()
+        # What wants all predictions gets them, and the head runs with the rest.
+        return self.whole(data, training) if head_alone else Gathering(self, data, count, training).computed()
 
     def _stream(self, data: Any, count: Any, training: bool, counted: bool) -> tuple[list[Any], Any]:
-        # What wants all predictions gets them, and the head is not cut.
         by_parts = training and self.engine.head is not None and metrics_stream(self.model)
         kind = HeadInParts if by_parts else Streaming
         batch = kind(self, data, count, training)

@@ -80,9 +80,10 @@ class Rewiring:
 
     def __init__(self, model: Any, segments: Sequence[str], engine: Recomputing, *, every_graph: bool = False) -> None:
         in_graphs, whole_layers = resolved(model, segments)
-        cut = engine.cut_at and next(iter(graphs(model))).function
-        if cut and all(graph.function is not cut for graph, _ in in_graphs):
-            in_graphs += [(next(iter(graphs(model))), [])]
+        outermost = next(iter(graphs(model))) if engine.cut_at else None
+        cut = outermost and outermost.function
+        if outermost and all(graph.function is not cut for graph, _ in in_graphs):
+            in_graphs += [(outermost, [])]
         if every_graph:
             known = {id(graph.function) for graph, _ in in_graphs}
             in_graphs += [(graph, []) for graph in all_graphs(model) if id(graph.function) not in known]
@@ -182,10 +183,13 @@ class Rest:
         self, engine: Recomputing, function: Any, head: Sequence[_Part], values: dict[int, Any], operation_fn: Any
     ) -> None:
         self._function, self._head, self._operation_fn = function, head, operation_fn
-        made = {key for part in head for call, _ in part.calls for key in call.outputs}
         wanted = dict.fromkeys([*(key for part in head for key in part.needs), *map(id, function.outputs)])
-        self._keys = [key for key in wanted if key in values and key not in made]
+        self._keys = [key for key in wanted if key in values]
         self._bundle = Bundle(engine, [values[key] for key in self._keys])
+        # Such as the precision that the model has operations compute in.
+        self._around = _Surroundings()
+        with self._around():
+            pass  # Now it knows how things are inside of the call.
 
     def tensors(self) -> list[Any]:
         """What the head needs of what was computed: a row for each sample. It is not held here any longer."""
@@ -194,8 +198,9 @@ class Rest:
     def __call__(self, tensors: Sequence[Any]) -> Any:
         """Predictions for rows of these tensors."""
         values = dict(zip(self._keys, self._bundle.filled(tensors), strict=True))
-        for part in self._head:
-            _run(part, values, self._operation_fn)
+        with self._around():
+            for part in self._head:
+                _run(part, values, self._operation_fn)
         outputs = [values[id(symbol)] for symbol in self._function.outputs]
         packed = tree.pack_sequence_as(self._function._outputs_struct, outputs)
         # As Keras does it.

@@ -66,7 +66,8 @@ class TensorFlowStep(ModelStep):
         self._programs: dict[Any, Any] = {}
         self._traced: dict[Any, Any] = {}
         self._specs: dict[str, Any] = {}
-        self._pending: dict[bool, list[Any]] = {}
+        # By whether the batch is put together, and whether from the parts of its head alone.
+        self._pending: dict[tuple[bool, bool], list[Any]] = {}
         # Whether samples are looked at in graphs alone, by whether that is on the host.
         self._only_in_graphs: set[bool] = set()
         self._beside_device = BesideDevice()
@@ -131,7 +132,7 @@ class TensorFlowStep(ModelStep):
         if in_place and not lean and not self._eager:
             # Op by op takes the least memory; what must be in place anyway runs as Keras runs it.
             apply = self._programs.setdefault("apply", tf.function(self._apply, autograph=False))
-        writes = list(zip(self._pending[split], pending, strict=True))
+        writes = list(zip(self._pending[split, split and pieces == 1], pending, strict=True))
         with contextlib.nullcontext() if self._eager else self.as_traced():
             commit_leanly(self.model, gradients, writes, apply)
         return logs
@@ -360,7 +361,8 @@ class TensorFlowStep(ModelStep):
                 apply_gradients(self.model.optimizer, gradients, self.model.trainable_weights, scope)
             if task.computes == "gradients":
                 pending = scope.pending()
-                self._pending[split] = [variable for variable, _ in pending]
+                head_alone = split and isinstance(pieces, int) and pieces == 1
+                self._pending[split, head_alone] = [variable for variable, _ in pending]
                 return (list(gradients), [value for _, value in pending], logs), []
         return logs, scope.writes() if task.writes else []
 

@@ -21,9 +21,11 @@ def faster_kernels() -> Iterator[None]:
 
 
 def _classes_last(plain: Callable[..., Any], values: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    moved = values.movedim(1, -1) if values.dim() > 2 else values
-    # As Keras calls it, and no other way: what is moved back then lies as it did before.
-    usual = not args and kwargs == {"reduction": "none"} and target.shape == moved.shape[:-1]
-    if values.dim() < 3 or not usual or not moved.is_contiguous():
+    # As Keras calls it, and no other way.
+    if args or kwargs != {"reduction": "none"} or values.dim() < 3:
         return plain(values, target, *args, **kwargs)
+    moved = values.movedim(1, -1)
+    # What Keras has moved lies, moved back, as it did before.
+    if target.shape != moved.shape[:-1] or not moved.is_contiguous():
+        return plain(values, target, **kwargs)
     return plain(moved.flatten(0, -2), target.flatten(), reduction="none").view(target.shape)
