@@ -48,11 +48,18 @@ def gpu_bytes() -> int:
 
 
 def trained(
-    name: str, make: Callable[[], Any], limit: int, device: str, jit: str, folder: str, budget: int = 0
+    name: str,
+    make: Callable[[], Any],
+    limit: int,
+    device: str,
+    jit: str,
+    folder: str,
+    budget: int = 0,
+    without: str = "",
 ) -> dict[str, Any]:
     """What became of it. Without a limit (0), the weights it ends with are left in the folder for the others.
 
-    A `budget` takes the place of the limit, which then is not real.
+    A `budget` takes the place of the limit, which then is not real. Levers named in `without` are not allowed.
     """
     import keras
 
@@ -66,7 +73,7 @@ def trained(
         case.model.compile(case.model.optimizer, case.model.loss, jit_compile=jit == "on")
     path = pathlib.Path(folder) / f"{name}.npz"
     memory = backends.current().memory()
-    return _limited(case, memory, path, budget or None) if limit else _unlimited(case, memory, path)
+    return _limited(case, memory, path, budget or None, without) if limit else _unlimited(case, memory, path)
 
 
 def cap(backend: str, limit: int) -> None:
@@ -235,15 +242,18 @@ class Watch:
         logging.getLogger("oomproof").addFilter(listening)
 
 
-def _limited(case: Any, memory: Any, path: pathlib.Path, budget: int | None) -> dict[str, Any]:
+def _limited(case: Any, memory: Any, path: pathlib.Path, budget: int | None, without: str) -> dict[str, Any]:
     import oomproof
+
+    levers = {"microbatch", "recompute", "head", "batch_statistics"}
+    allow = levers - set(without.split(",")) if without else "default"
 
     began, watch, last = time.perf_counter(), Watch(), _last_step()
     watch.count(type(memory))
     watch.heed()
     try:
         run = oomproof.fit(
-            case.model, _batches(case), epochs=1, shuffle=False, verbose=0, budget=budget, callbacks=[last]
+            case.model, _batches(case), epochs=1, shuffle=False, verbose=0, budget=budget, allow=allow, callbacks=[last]
         ).run
     except oomproof.CannotFitError as error:
         return {"cannot_fit": str(error), "failures": watch.failures, "floor": _floor(case.model)}

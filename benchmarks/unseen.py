@@ -4,6 +4,7 @@
     KERAS_BACKEND=torch python benchmarks/unseen.py --device gpu --seed 1 --count 20
     python benchmarks/unseen.py --seed 1 --only 3:0.25,7:0.5                    # to look into some; writes no result
     python benchmarks/unseen.py --seed 1 --only 3:0.25 --as-budget              # the same bytes as a `budget`
+    python benchmarks/unseen.py --seed 1 --count 20 --without head              # what a lever is worth
 
 A seed counts the first time it is run; one that was looked at is material to tune on. Results go to
 `results/unseen-DEVICE-BACKEND.json`, the newest seed last, so that the order in which they were run stays.
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--jit", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--as-budget", action="store_true", help="give the bytes as a budget; the allocator has more")
+    parser.add_argument("--without", default="", help="levers that are not allowed, such as head")
     parser.add_argument("--patience", type=int, default=600, help="seconds that a process may take")
     parser.add_argument("--total-s", type=float, default=1e9, help="no process is begun after this")
     parser.add_argument("--out", type=pathlib.Path, help="append each answer to this file as it comes")
@@ -89,7 +91,7 @@ class Runs:
         if time.monotonic() > self._end:
             return asked | {"not_run": "no time was left"}
         budget = limit if options.as_budget else 0
-        asked_for = options.seed, number, limit, budget, options.device, options.jit, folder
+        asked_for = options.seed, number, limit, budget, options.device, options.jit, folder, options.without
         arguments = [__file__, "--child", *map(str, asked_for)]
         began = time.monotonic()
         real = 0 if budget else limit
@@ -166,7 +168,7 @@ def _write(options: Any, runs: list[Run]) -> None:
 
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
     name = f"unseen-{options.device}-{backend}" + ("" if options.jit == "auto" else f"-jit-{options.jit}")
-    name += "-budget" if options.as_budget else ""
+    name += ("-budget" if options.as_budget else "") + (f"-without-{options.without}" if options.without else "")
     path = RESULTS / f"{name}.json"
     before = json.loads(path.read_text())["seeds"] if path.exists() else []
     machine = json.loads(options.machine.read_text())["environment"] if options.machine else environment()
@@ -185,14 +187,14 @@ if __name__ == "__main__":
         from _grammar import case, described
         from _plan_run import trained
 
-        seed, number, limit, budget, device, jit, folder = sys.argv[2:]
+        seed, number, limit, budget, device, jit, folder, without = sys.argv[2:]
         made: list[Any] = []
 
         def make() -> Any:
             made.append(case(int(seed), int(number), device))
             return made[0]
 
-        answer = trained(f"{seed}-{number}", make, int(limit), device, jit, folder, budget=int(budget))
+        answer = trained(f"{seed}-{number}", make, int(limit), device, jit, folder, int(budget), without)
         print(json.dumps({"model": made[0].model.name, **described(made[0]), **answer}))
     else:
         main()
