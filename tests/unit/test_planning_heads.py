@@ -7,9 +7,11 @@ import dataclasses
 import pytest
 from planning_ways import CHAIN, EXACT, GIB, OWN, asked, row
 
-from oomproof._planning import heads, search
+from oomproof._planning import heads, remat, search
 from oomproof._planning.heads import Head
-from oomproof._planning.ways import predict, time_of
+from oomproof._planning.planner import Planner
+from oomproof._planning.ways import Piece, predict, time_of
+from oomproof._records.plan import Plan
 from oomproof.errors import CannotFitError
 
 # The last segment makes logits, and the loss as much again: two thirds of the peak.
@@ -98,7 +100,20 @@ def test_what_the_parts_of_a_step_miss_is_the_heads_where_that_is_the_peak():
 def test_where_gradients_of_parts_are_made_beside_their_sum_they_count_twice():
     in_place, beside = (dataclasses.replace(WAY, head=Head(8, 4), adds_up=adds) for adds in (False, True))
     assert predict(beside, 1024, 1024) - predict(in_place, 1024, 1024) == LOGITS.gradients
-    # In pieces there are those of the other segments, too; and one set of them all, whatever their size.
-    for micro in (512, 256):
-        more = predict(beside, micro, 1024) - predict(in_place, micro, 1024)
-        assert more >= LOGITS.gradients
+    # Fewer samples have no smaller gradients.
+    one = heads.with_head(LANGUAGE, Head(8, 4)).segments[-1]
+    for micro in (1024, 256):
+        last = Piece.of(beside, micro, 1024).segments[-1]
+        assert last.work == remat.share(one.work, micro, 1024) + LOGITS.gradients
+
+
+@pytest.mark.parametrize(("caveats", "taken"), [((), "headed"), (("batch statistics",), "seen")])
+def test_where_plans_are_looked_at_what_is_exact_comes_first(caveats, taken):
+    """A quicker plan whose head is in parts is not looked at, and beside those that are only where it is as exact."""
+    planner = object.__new__(Planner)
+    seen = Plan(micro_batch_size=512, relative_time=1.3)
+    headed = Plan(head="logits", head_parts=4, relative_time=1.1, caveats=caveats)
+    planner._ways = None, []
+    planner._seen = lambda *_: seen
+    planner._with_head = lambda *_: headed
+    assert planner._tried(asked(10, ALLOWED), None, 1.0) is {"seen": seen, "headed": headed}[taken]
